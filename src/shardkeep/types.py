@@ -1,0 +1,249 @@
+"""The vocabulary that the stages exchange. Frozen, slotted, keyword-only; no behaviour beyond arithmetic on boxes.
+
+Two layers: what a rank holds (`TensorShard`, `ObjectShard`, `Captured`) and what a checkpoint stores (`Item`, `StoredFile`,
+`Index`, `Manifest`). Headers are the part of a shard that travels between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Dialect = Literal["megatron", "dcp"]
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A hyper-rectangle of a global tensor: `offset` and `shape`, in elements, one entry per global dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two boxes of one tensor, or None where they share no element."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        high = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        if any(h <= x for x, h in zip(low, high, strict=True)):
+            return None
+        return Box(offset=low, shape=tuple(h - x for x, h in zip(low, high, strict=True)))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies inside `outer`, as slices of a tensor that holds `outer`."""
+        return tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is the whole tensor."""
+    return Box(offset=(0,) * len(shape), shape=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """What other ranks need to know of a shard. `digest` (hex) tells plain values of different ranks apart."""
+
+    key: str
+    kind: Literal["tensor", "object"]
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    is_main: bool
+    num_bytes: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """A tensor (any strides, any device) that holds `header.box`; its own shape may lack axes of size 1 of the box."""
+
+    header: ShardHeader
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectShard:
+    """A value already serialised by `torch.save`. `payload` is empty on ranks that will not write it."""
+
+    header: ShardHeader
+    payload: bytes
+
+
+Shard = TensorShard | ObjectShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """One rank's state, taken apart. `common` is the serialised plain values of the Megatron dialect (rank 0 writes them);
+    `common_digests` lets ranks compare theirs key by key."""
+
+    dialect: Dialect
+    shards: list[Shard]
+    paths: dict[str, Path] = field(default_factory=dict)
+    common: bytes | None = None
+    common_digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of one local shard placed in a file: `shard` indexes `Captured.shards`, head and tail frame the payload."""
+
+    shard: int
+    box: Box
+    offset: int
+    head: bytes
+    tail: bytes
+    num_bytes: int
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.num_bytes + len(self.tail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLayout:
+    """One file that this rank writes: pieces back to back from offset 0."""
+
+    name: str
+    pieces: list[Piece]
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A stored box or object. Offsets are absolute in `file`; see docs/format.md."""
+
+    key: str
+    kind: Literal["tensor", "object"]
+    dtype: str
+    box: Box
+    file: str
+    offset: int
+    length: int
+    payload_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """Size in bytes and the concatenated 16-byte checksums of the chunks (empty: not checksummed)."""
+
+    size: int
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Everything a reader needs to find bytes; the content of `shardkeep.<attempt>.index`."""
+
+    format_version: int
+    attempt: str
+    dialect: Dialect
+    checksum: str
+    chunk_bytes: int
+    tensors: dict[str, TensorInfo]
+    items: list[Item]
+    files: dict[str, StoredFile]
+    paths: dict[str, tuple[str | int, ...]]
+    fixed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of `shardkeep.json`; `files` maps every attempt-unique file to its size in bytes."""
+
+    format_version: int
+    attempt: str
+    dialect: Dialect
+    step: int | None
+    versions: dict[str, str | None]
+    layout: dict[str, int]
+    totals: dict[str, int]
+    files: dict[str, int]
+    index_digest: str
+    fixed: dict[str, str]
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save did. Bytes are payload bytes over all ranks; `seconds` has one entry per phase of this rank;
+    `stall_s` is how long the training thread was held."""
+
+    path: str
+    attempt: str
+    num_bytes: int
+    num_items: int
+    num_files: int
+    seconds: dict[str, float]
+    stall_s: float
+    manifest_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank: bytes placed into the state, bytes read from storage (checksum chunks included)."""
+
+    path: str
+    num_bytes: int
+    read_bytes: int
+    seconds: dict[str, float]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Result of `verify`: `problems` is empty for a good checkpoint; each names file or key, expected and got."""
+
+    path: str
+    num_files: int
+    num_bytes: int
+    problems: tuple[str, ...]
+    checksums: bool
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What committing a step of a run did; `components` maps a name to its SaveReport. Seconds are the slowest component's."""
+
+    step: int
+    path: str
+    num_bytes: int
+    stall_s: float
+    seconds: dict[str, float]
+    components: dict[str, SaveReport]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without the prefix, as stored: 'bfloat16'."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    found: Any = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r} in a checkpoint; a newer torch may know it")
+    return found
