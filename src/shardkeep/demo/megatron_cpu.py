@@ -41,6 +41,7 @@ class StepInGroupAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
+        *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -124,7 +125,7 @@ def _stand_in_for_cuda_rng() -> None:
     def no_fork(self: Any, name: str = "") -> Iterator[None]:
         yield  # dropout is 0 on the CPU: nothing draws from the tracked states
 
-    torch.cuda.manual_seed = lambda seed: generator.manual_seed(seed)  # type: ignore[assignment,return-value]
+    torch.cuda.manual_seed = generator.manual_seed  # type: ignore[assignment,return-value]
     torch.cuda.get_rng_state = lambda device="cuda": generator.get_state()  # type: ignore[assignment]
     torch.cuda.set_rng_state = lambda state, device="cuda": generator.set_state(state)  # type: ignore[assignment,return-value]
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: generator.set_state(state)

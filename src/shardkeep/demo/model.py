@@ -73,6 +73,7 @@ def build(config: ModelConfig) -> MegatronJob:
         OptimizerConfig(
             optimizer="adam",
             lr=config.learning_rate,
+            min_lr=config.learning_rate / 10,
             weight_decay=0.01,
             clip_grad=config.clip_grad,
             use_distributed_optimizer=True,
@@ -92,12 +93,11 @@ def sharded_state_dict(job: MegatronJob, *, is_loading: bool | None = None) -> d
     """
     if is_loading is None:
         is_loading = not _has_moments(job.optimizer)
-    model = job.model.module.sharded_state_dict(metadata=CONTENT_METADATA)
+    metadata = dict(CONTENT_METADATA)  # Megatron adds this layout's process group to the one it gets
+    model = job.model.module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
-        "optimizer": job.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=CONTENT_METADATA
-        ),
+        "optimizer": job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
         "scheduler": job.scheduler.state_dict(),
     }
 
@@ -122,7 +122,7 @@ def forward(job: MegatronJob, tokens: torch.Tensor) -> torch.Tensor:
 
 def device() -> torch.device:
     """Where this process trains: its current GPU, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _gpt(config: ModelConfig) -> GPTModel:
@@ -152,9 +152,7 @@ def _gpt(config: ModelConfig) -> GPTModel:
 def _wrap_in_ddp(model: GPTModel) -> DistributedDataParallel:
     return DistributedDataParallel(
         config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=False
-        ),
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
         module=model,
     )
 
