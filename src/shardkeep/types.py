@@ -52,7 +52,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
-    """What other ranks need to know of a shard. `digest` (hex) tells plain values of different ranks apart."""
+    """What other ranks need to know of a shard. `is_main`: Megatron's main replica; in the `dcp` dialect every copy is one."""
 
     key: str
     kind: Literal["tensor", "object"]
@@ -61,7 +61,6 @@ class ShardHeader:
     box: Box
     is_main: bool
     num_bytes: int
-    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +73,10 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectShard:
-    """A value already serialised by `torch.save`. `payload` is empty on ranks that will not write it."""
+    """A value that `torch.save` will serialise on the rank that writes it."""
 
     header: ShardHeader
-    payload: bytes
+    value: Any
 
 
 Shard = TensorShard | ObjectShard
@@ -85,14 +84,14 @@ Shard = TensorShard | ObjectShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """One rank's state, taken apart. `common` is the serialised plain values of the Megatron dialect (rank 0 writes them);
-    `common_digests` lets ranks compare theirs key by key."""
+    """One rank's state, taken apart. `common` holds the plain values of the Megatron dialect (rank 0 writes them), `paths`
+    the nesting of the `dcp` dialect. `digests` (hex, by key) let ranks compare plain values that all should hold alike."""
 
     dialect: Dialect
     shards: list[Shard]
     paths: dict[str, Path] = field(default_factory=dict)
-    common: bytes | None = None
-    common_digests: dict[str, str] = field(default_factory=dict)
+    common: dict[Any, Any] | None = None
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

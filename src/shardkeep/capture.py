@@ -1,0 +1,150 @@
+"""State -> `Captured`: shards with their boxes, and plain values. Pure: no I/O, no collectives; the state is not changed.
+
+A state is a nested dict. Without Megatron objects it is taken apart as torch DCP does it (dotted keys, `paths` to go back):
+tensors and DTensors become shards, every other leaf an object. With Megatron objects `shardkeep.megatron` takes it apart.
+Every tensor's memory is checked here, anew at each call, since frameworks release and move storages between saves.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor, Partial
+
+from shardkeep.errors import InvalidState, StorageReleased
+from shardkeep.types import Box, Captured, ObjectShard, Path, Shard, ShardHeader, TensorShard, dtype_name, whole
+
+
+def capture(state: Mapping[str, Any]) -> Captured:
+    """Take `state` apart. InvalidState for what cannot be stored, StorageReleased for a tensor without its memory."""
+    if not isinstance(state, Mapping):
+        raise InvalidState("the state must be a dict", expected="dict", got=type(state).__name__)
+    if _has_megatron_objects(state):
+        from shardkeep import megatron
+
+        return megatron.capture(state)
+    return _capture_plain(state)
+
+
+def _capture_plain(state: Mapping[str, Any]) -> Captured:
+    flat, paths = _flatten(state)
+    shards: list[Shard] = []
+    for key, value in flat.items():
+        shards.extend(tensor_shards(key, value) if isinstance(value, torch.Tensor) else [object_shard(key, value)])
+    digests = {s.header.key: value_digest(s.value) for s in shards if isinstance(s, ObjectShard)}
+    return Captured(dialect="dcp", shards=shards, paths=paths, digests=digests)
+
+
+def _flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    try:
+        flat, mapping = flatten_state_dict(dict(state))
+    except ValueError as e:
+        raise InvalidState(f"two entries of the state have one dotted key: {e}") from e
+    return flat, {key: tuple(path) for key, path in mapping.items()}
+
+
+def tensor_shards(key: str, tensor: torch.Tensor) -> list[Shard]:
+    """The shards of a plain tensor (one, whole) or of a DTensor (this rank's chunks)."""
+    if not isinstance(tensor, DTensor):
+        return [tensor_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
+    if any(isinstance(p, Partial) for p in tensor.placements):
+        raise InvalidState("a DTensor with Partial placement holds no final values", key=key,
+                           remedy="Call full_tensor() or redistribute it before saving.")
+    local = tensor.to_local()
+    chunks = tensor.__create_chunk_list__() if local.numel() or not tensor.numel() else []
+    boxes = [Box(offset=tuple(c.offsets), shape=tuple(c.sizes)) for c in chunks]
+    return [tensor_shard(key, local, tuple(tensor.shape), box) for box in boxes]
+
+
+def tensor_shard(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True) -> Shard:
+    """A checked shard: the tensor holds `box` of a global tensor of `shape`."""
+    tensor = tensor.detach()
+    check_memory(key, tensor)
+    if tensor.numel() != box.numel:
+        raise InvalidState("a shard's tensor does not hold its box", key=key, expected=box.shape, got=tuple(tensor.shape))
+    header = ShardHeader(
+        key=key, kind="tensor", dtype=dtype_name(tensor.dtype), shape=shape, box=box, is_main=is_main,
+        num_bytes=tensor.numel() * tensor.element_size(),
+    )
+    return TensorShard(header=header, tensor=tensor)
+
+
+def object_shard(key: str, value: Any, is_main: bool = True) -> Shard:
+    """A value stored as one item."""
+    header = ShardHeader(key=key, kind="object", dtype="", shape=(), box=whole(()), is_main=is_main, num_bytes=0)
+    return ObjectShard(header=header, value=value)
+
+
+def check_memory(key: str, tensor: torch.Tensor) -> None:
+    """InvalidState for layouts without plain memory, StorageReleased where the storage is smaller than the tensor needs."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise InvalidState("only strided tensors with memory can be stored", key=key, expected="strided",
+                           got=f"{tensor.layout} on {tensor.device}")
+    if tensor.numel() == 0:
+        return
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        raise StorageReleased("the tensor's memory was released or shrunk", key=key, expected=f"{needed} bytes",
+                              got=f"{held} bytes", remedy="Bring an offloaded model back before saving it.")
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Every leaf below nested dicts and lists."""
+    if isinstance(value, Mapping):
+        for child in value.values():
+            yield from leaves(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from leaves(child)
+    else:
+        yield value
+
+
+def _has_megatron_objects(state: Mapping[str, Any]) -> bool:
+    mapping = sys.modules.get("megatron.core.dist_checkpointing.mapping")
+    if mapping is None:  # nobody imported it, so the state cannot hold its objects
+        return False
+    kinds = (mapping.ShardedBase, mapping.LocalNonpersistentObject)
+    return any(isinstance(leaf, kinds) for leaf in leaves(state))
+
+
+def value_digest(value: Any) -> str:
+    """A digest by content: equal values give equal digests on every rank, whatever their identity or insertion order."""
+    hasher = xxhash.xxh3_64()
+    for part in _canonical(value):
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _canonical(value: Any) -> Iterator[bytes]:
+    yield type(value).__name__.encode()
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.device.type != "meta" and value.numel():
+            yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _canonical(value[key])
+    elif isinstance(value, (list, tuple)):
+        yield str(len(value)).encode()
+        for child in value:
+            yield from _canonical(child)
+    elif isinstance(value, enum.Enum):
+        yield value.name.encode()
+    elif hasattr(value, "tobytes"):  # numpy arrays and scalars
+        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode() + value.tobytes()
+    elif isinstance(value, bytes):
+        yield value
+    elif type(value).__repr__ is not object.__repr__:
+        yield repr(value).encode()
+    elif hasattr(value, "__dict__"):
+        yield from _canonical(vars(value))

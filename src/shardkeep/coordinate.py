@@ -1,0 +1,337 @@
+"""Agreement between ranks over a TCPStore of our own: gather, broadcast, and one shared error, each with a deadline.
+
+Never the training job's communicators, and its default store only to learn where ours listens. A TCPStore whose host stops
+answering blocks every call past its own time-out, so each call runs on a daemon thread and the caller waits its own
+deadline. A *session* is one save or load: all ranks enter their sessions in the same order; its keys are `<number>/<name>`.
+The first rank that fails puts its error under `<number>/error`; whoever waits in that session sees it within milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from shardkeep.errors import DeadlineExceeded, InputError, ShardkeepError, from_wire, to_wire
+
+T = TypeVar("T")
+
+_POLL_S = (0.0005, 0.02)  # first and longest pause between looks at the store
+_CONNECT_S = 60.0
+_ANSWER_S = 30.0  # a store that does not answer one small call for this long is gone
+
+
+class Coordinator(Protocol):
+    """One session on one rank. Values are what msgpack carries."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """Every rank's value, on rank 0; None elsewhere."""
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+
+    def fail(self, error: BaseException) -> ShardkeepError:
+        """Tell the others; returns the session's error, which is the first that any rank reported."""
+
+    def finish(self) -> None:
+        """All went well on this rank: its keys may go."""
+
+
+class RemoteError(Exception):
+    """Another rank failed; carries the session's shared error. Internal: `session` turns it into that error."""
+
+    def __init__(self, error: ShardkeepError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Iterator[Coordinator]:
+    """Enter a session with all ranks of the default process group (or alone). Whatever is raised inside on any rank is raised
+    on every rank: an InputError as itself, everything else as `failure` that names rank, host and cause."""
+    coordinator = open_session(purpose, deadline_s)
+    with sharing(coordinator, failure):
+        yield coordinator
+    coordinator.finish()
+
+
+@contextmanager
+def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator[None]:
+    """Turn an error inside into the session's shared error (see `session`)."""
+    try:
+        yield
+    except RemoteError as e:
+        raise e.error from None
+    except Exception as e:
+        own = _as_shared(e, coordinator, failure)
+        shared = coordinator.fail(own)
+        raise shared from (e if shared is own and e is not own else None)
+    except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
+        coordinator.fail(_as_shared(e, coordinator, failure))
+        raise
+
+
+def _as_shared(error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]) -> ShardkeepError:
+    where = {} if coordinator.world_size == 1 else {"rank": coordinator.rank, "host": socket.gethostname()}
+    if isinstance(error, InputError | DeadlineExceeded):
+        return type(error)(error.what, **{**where, **error.fields})
+    if isinstance(error, ShardkeepError):
+        return failure(f"{type(error).__name__}: {error.what}", **{**where, **error.fields})
+    return failure(f"{type(error).__name__}: {error}", **where)
+
+
+def open_session(purpose: str, deadline_s: float) -> Coordinator:
+    """The next session of this process. Called on the training thread, in the same order on all ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Alone()
+    return _meeting().open_session(purpose, deadline_s)
+
+
+class Alone:
+    """The coordinator of a single process."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        return [_through_wire(value)]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        return _through_wire(value)
+
+    def fail(self, error: BaseException) -> ShardkeepError:
+        return error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
+
+    def finish(self) -> None:
+        pass
+
+
+def _through_wire(value: Any) -> Any:
+    """What the value looks like after msgpack (tuples become lists), so that one process behaves like many."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
+
+
+class _Caller:
+    """Runs store calls on a daemon thread. A call that hangs is abandoned together with its thread."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="shardkeep-store", daemon=True).start()
+
+    def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the store of rank 0 does not answer", waited=f"{timeout_s:.0f} s",
+                                   remedy="Its process has died or is stopped.") from None
+
+    def _run(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as e:
+                future.set_exception(e)
+
+
+class _Meeting:
+    """The ranks of one default process group, with a store of our own between them."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._number = 0
+        self._lock = threading.Lock()
+        self.call = _Caller()
+        self.store = _connect(self.rank, self.world_size)
+        me = f"{socket.gethostname()}, pid {os.getpid()}"
+        self.call(lambda: self.store.set(f"who/{self.rank}", me), _ANSWER_S)
+
+    def open_session(self, purpose: str, deadline_s: float) -> _Session:
+        with self._lock:
+            while True:
+                self._number += 1
+                opened = _Session(self, self._number, purpose, deadline_s)
+                stale = opened.peek_error()
+                # A rank that skipped a call is behind the others. The session it would enter has failed for want of it;
+                # that error belongs to a caller with the same purpose, anyone else moves on to a live number.
+                if stale is None or stale.get("purpose") == purpose:
+                    return opened
+
+    def who(self, rank: int) -> str:
+        key = f"who/{rank}"
+        known = self.call(lambda: self.store.get(key) if self.store.check([key]) else None, _ANSWER_S)
+        return f"rank {rank} ({known.decode()})" if known else f"rank {rank} (never connected)"
+
+
+class _Session:
+    """See `Coordinator`."""
+
+    def __init__(self, meeting: _Meeting, number: int, purpose: str, deadline_s: float) -> None:
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self._meeting = meeting
+        self._number = number
+        self._purpose = purpose
+        self._deadline_s = deadline_s
+        self._keys: list[str] = []
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        mine = self._key(f"{name}/{self.rank}")
+        self._call(lambda store: store.set(mine, msgspec.msgpack.encode(value)))
+        if self.rank != 0:
+            self._raise_shared_error()
+            return None
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
+        self._await(keys, name)
+        return [msgspec.msgpack.decode(v) for v in self._call(lambda store: store.multi_get(keys))]
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        key = self._key(name)
+        if self.rank == 0:
+            self._call(lambda store: store.set(key, msgspec.msgpack.encode(value)))
+        else:
+            self._await([key], name)
+        return msgspec.msgpack.decode(self._call(lambda store: store.get(key)))
+
+    def fail(self, error: BaseException) -> ShardkeepError:
+        own = error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
+        wire = msgspec.json.encode({"purpose": self._purpose, "rank": self.rank, "error": to_wire(own)})
+        try:
+            first = self._call(lambda store: store.compare_set(self._key("error"), "", wire.decode()))
+        except Exception:  # the store is gone as well: our own error is the one to raise
+            return own
+        record = msgspec.json.decode(first)
+        return own if record["rank"] == self.rank else from_wire(record["error"])
+
+    def finish(self) -> None:
+        """The last rank to finish removes the keys of all (every rank has used the same names)."""
+        done = self._key("done")
+        if self._call(lambda store: store.add(done, 1)) == self.world_size:
+            for key in dict.fromkeys(self._all_ranks_keys()):
+                self._call(lambda store, key=key: store.delete_key(key))
+
+    def peek_error(self) -> dict[str, Any] | None:
+        key = self._key("error", remember=False)
+        found = self._call(lambda store: store.get(key) if store.check([key]) else None)
+        return msgspec.json.decode(found) if found else None
+
+    def _key(self, name: str, *, remember: bool = True) -> str:
+        key = f"{self._number}/{name}"
+        if remember:
+            self._keys.append(key)
+        return key
+
+    def _all_ranks_keys(self) -> Iterator[str]:
+        for key in self._keys:
+            head, _, tail = key.rpartition("/")
+            if tail == str(self.rank) and head != str(self._number):
+                yield from (f"{head}/{rank}" for rank in range(self.world_size))
+            else:
+                yield key
+
+    def _call(self, call: Callable[[Any], T]) -> T:
+        return self._meeting.call(lambda: call(self._meeting.store), min(_ANSWER_S, self._deadline_s))
+
+    def _raise_shared_error(self) -> None:
+        record = self.peek_error()
+        if record:
+            raise RemoteError(from_wire(record["error"]))
+
+    def _await(self, keys: list[str], name: str) -> None:
+        """Wait until all keys are set, somebody failed, or the deadline has passed."""
+        end = time.monotonic() + self._deadline_s
+        missing, pause = list(keys), _POLL_S[0]
+        while True:
+            missing = [k for k in missing if not self._call(lambda store, k=k: store.check([k]))]
+            if not missing:
+                return
+            self._raise_shared_error()
+            if time.monotonic() > end:
+                raise DeadlineExceeded(
+                    f"no answer for '{name}' within {self._deadline_s:g} s from {self._who(missing)}", purpose=self._purpose,
+                    remedy="Look at their logs; a longer Config.deadline_s helps only if they are slow, not stuck.")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+
+    def _who(self, missing: list[str]) -> str:
+        ranks = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
+        named = [self._meeting.who(r) for r in ranks[:8]]
+        return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+_current: _Meeting | None = None
+
+
+def _meeting() -> _Meeting:
+    """The meeting of the present default process group; made anew when a job has re-initialised torch.distributed."""
+    global _current  # one default process group per process, as torch has it
+    group = dist.distributed_c10d._get_default_group()
+    if _current is None or _current.group is not group:
+        _current = _Meeting(group)
+    return _current
+
+
+def _connect(rank: int, world_size: int) -> Any:
+    """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but never waited on."""
+    default = dist.distributed_c10d._get_default_store()
+    caller = _Caller()
+    key = "shardkeep/store"
+    if rank == 0:
+        server = dist.TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
+        record = {"port": server.port, "hosts": _own_addresses(), "token": os.urandom(8).hex()}
+        server.set("token", record["token"])
+        caller(lambda: default.set(key, msgspec.json.encode(record).decode()), _ANSWER_S)
+        return server
+    end = time.monotonic() + _CONNECT_S
+    while not caller(lambda: default.check([key]), _ANSWER_S):
+        if time.monotonic() > end:
+            raise DeadlineExceeded("rank 0 did not open its store", waited=f"{_CONNECT_S:.0f} s",
+                                   remedy="Every rank has to make the same shardkeep call.")
+        time.sleep(0.01)
+    record = msgspec.json.decode(caller(lambda: default.get(key), _ANSWER_S))
+    return _first_reachable(_job_hosts(default) + record["hosts"], record["port"], record["token"])
+
+
+def _first_reachable(hosts: list[str], port: int, token: str) -> Any:
+    for host in dict.fromkeys(hosts):
+        try:
+            with socket.create_connection((host, port), timeout=5):
+                pass
+            store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False)
+            if store.get("token").decode() == token:
+                return store
+        except (OSError, RuntimeError):  # not there, or something else listens: the next address
+            continue
+    raise DeadlineExceeded("rank 0's store cannot be reached", tried=", ".join(dict.fromkeys(hosts)), port=port,
+                           remedy="Ranks must be able to open TCP connections to rank 0.")
+
+
+def _job_hosts(default: Any) -> list[str]:
+    """Where the job's own store runs, as this rank reaches it: rank 0's host in every usual launcher."""
+    store = default
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return [store.host] if hasattr(store, "host") else []
+
+
+def _own_addresses() -> list[str]:
+    name = socket.gethostname()
+    try:
+        return [socket.gethostbyname(name), name, "127.0.0.1"]
+    except OSError:
+        return [name, "127.0.0.1"]

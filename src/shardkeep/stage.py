@@ -1,0 +1,207 @@
+"""Tensor -> host memory that can be written: `Ring` for tensors on their way to a file, `Arena` for snapshots.
+
+A contiguous CPU tensor is handed on without a copy. Anything else (device tensors, views) goes through the ring's slots
+block by block; while one slot of a pair is written, the other is filled, on a CUDA stream of our own. Invariants: host
+memory in use is `staging_bytes`, whatever the state's size; a slot is refilled only after its consumer has asked for
+the next block; nothing about a tensor's memory is remembered between saves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shardkeep.config import Config
+
+_ALIGN_BYTES = 512
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; the view keeps the tensor's memory alive."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory is its row-major content."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Host memory, page-locked where there is CUDA. Registered by hand: torch's pinned cache rounds to powers of two."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+    return buffer
+
+
+def free(buffer: torch.Tensor) -> None:
+    """Undo the page lock of `allocate`; the memory goes with the last reference."""
+    if torch.cuda.is_available():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+
+
+class Ring:
+    """Pairs of slots, shared by all saves of the process. A thread holds one pair at a time, so waiting cannot deadlock."""
+
+    def __init__(self, num_pairs: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._left_to_allocate = num_pairs
+        self._idle: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def pair(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A pair of uint8 slots; blocks while all pairs are in use."""
+        slots = self._take()
+        try:
+            yield slots
+        finally:
+            with self._changed:
+                self._idle.append(slots)
+                self._changed.notify()
+
+    def allocate_all(self) -> None:
+        """Allocate and pin what is still missing, ahead of the first save."""
+        with self._changed:
+            while self._left_to_allocate:
+                self._left_to_allocate -= 1
+                self._idle.append((allocate(self.slot_bytes), allocate(self.slot_bytes)))
+
+    def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._changed:
+            while not self._idle and not self._left_to_allocate:
+                self._changed.wait()
+            if self._idle:
+                return self._idle.pop()
+            self._left_to_allocate -= 1
+        return allocate(self.slot_bytes), allocate(self.slot_bytes)
+
+
+_rings: dict[tuple[int, int], Ring] = {}
+_rings_lock = threading.Lock()
+
+
+def ring(config: Config) -> Ring:
+    """The process's ring for this configuration."""
+    with _rings_lock:
+        return _rings.setdefault((config.num_threads, config.slot_bytes), Ring(config.num_threads, config.slot_bytes))
+
+
+class Stager:
+    """Feeds one writer thread. `ready` is an event after which the state's device tensors hold their values."""
+
+    def __init__(self, slots: tuple[torch.Tensor, torch.Tensor], ready: torch.cuda.Event | None) -> None:
+        self._slots = slots
+        self._stream: torch.cuda.Stream | None = None
+        self._ready = ready
+
+    def blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The tensor's bytes in row-major order. Each block is valid until the next one is asked for."""
+        filled: tuple[memoryview, torch.cuda.Event | None] | None = None
+        for number, part in enumerate(cut(tensor, self._slots[0].numel())):
+            following = self._fill(self._slots[number % 2], part)
+            if filled:
+                yield _settled(*filled)
+            filled = following
+        if filled:
+            yield _settled(*filled)
+
+    def _fill(self, slot: torch.Tensor, part: torch.Tensor) -> tuple[memoryview, torch.cuda.Event | None]:
+        num_bytes = part.numel() * part.element_size()
+        target = slot[:num_bytes].view(part.dtype).view(part.shape)
+        if part.device.type != "cuda":
+            target.copy_(part)
+            return host_bytes(slot[:num_bytes]), None
+        with torch.cuda.stream(self._side_stream(part.device)):
+            target.copy_(part, non_blocking=True)
+            return host_bytes(slot[:num_bytes]), torch.cuda.current_stream().record_event()
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            if self._ready is not None:
+                self._stream.wait_event(self._ready)
+        return self._stream
+
+
+def _settled(block: memoryview, copied: torch.cuda.Event | None) -> memoryview:
+    if copied is not None:
+        copied.synchronize()  # sleeps without the GIL; polling would steal it from the training thread
+    return block
+
+
+def cut(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
+    """Sub-views of at most `max_bytes`, which in order are the tensor in row-major order."""
+    if tensor.numel() * tensor.element_size() <= max_bytes:
+        if tensor.numel():
+            yield tensor
+        return
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    if row_bytes > max_bytes:
+        for row in tensor:
+            yield from cut(row, max_bytes)
+        return
+    rows = max_bytes // row_bytes
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows]
+
+
+def current_event() -> torch.cuda.Event | None:
+    """An event on the caller's stream: copies on other streams wait for it, so they see the state as it is now."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+
+@dataclass(slots=True)
+class Segment:
+    """Memory of one snapshot; `buffer` is uint8."""
+
+    buffer: torch.Tensor
+    used_bytes: int = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        start = self.used_bytes
+        self.used_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        target = self.buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+        return target.copy_(tensor, non_blocking=True)
+
+
+def padded_bytes(tensor: torch.Tensor) -> int:
+    """Room that `Segment.copy` takes for a tensor."""
+    return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class Arena:
+    """Segments for snapshots, one per save in flight, reused by later saves."""
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Segment:
+        """A segment of at least `num_bytes`. Idle segments that are too small are given back to the system first."""
+        with self._lock:
+            fitting = sorted((b for b in self._idle if b.numel() >= num_bytes), key=torch.Tensor.numel)
+            if fitting:
+                self._idle = [b for b in self._idle if b is not fitting[0]]
+                return Segment(fitting[0])
+            too_small, self._idle = self._idle, []
+        for buffer in too_small:
+            free(buffer)
+        return Segment(allocate(max(num_bytes, _ALIGN_BYTES)))
+
+    def give_back(self, segment: Segment) -> None:
+        with self._lock:
+            self._idle.append(segment.buffer)
+
+
+arena = Arena()

@@ -1,0 +1,155 @@
+"""File layouts + shards -> files, checksummed on the way. N threads, one file each at a time.
+
+Heads, payloads and tails go to the storage as they lie in memory (`pwritev`), so Python copies nothing. A file's bytes are
+hashed in fixed chunks just before they are written, while they are in the CPU's cache. The first error stops all threads;
+files that were begun are removed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from shardkeep import stage
+from shardkeep.config import Config
+from shardkeep.storage import Storage, Writer
+from shardkeep.types import FileLayout, Piece, Shard, StoredFile, TensorShard
+
+_MAX_PARTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's share of a save: what to write, where from, where to."""
+
+    storage: Storage
+    files: Sequence[FileLayout]
+    shards: Sequence[Shard | None]  # None: not written by this rank
+    payloads: dict[int, bytes]
+    config: Config
+    ready: torch.cuda.Event | None
+    stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
+
+
+class Stopped(Exception):
+    """Another thread failed first, or the save was cancelled."""
+
+
+def write_files(job: Job) -> dict[str, StoredFile]:
+    """Write every file of the job; name -> size and checksums. Raises the first error after all threads have stopped."""
+    if not job.files:
+        return {}
+    with ThreadPoolExecutor(min(job.config.num_threads, len(job.files)), "shardkeep-write") as pool:
+        futures = {f.name: pool.submit(_write_file, job, f) for f in job.files}
+        wait(futures.values())
+    errors = [f.exception() for f in futures.values()]
+    causes = [e for e in errors if e and not isinstance(e, Stopped)]
+    for error in causes or errors:
+        if error:
+            raise error
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _write_file(job: Job, file: FileLayout) -> StoredFile:
+    try:
+        writer = job.storage.create(file.name)
+        try:
+            sink = _Sink(writer, job.config)
+            with stage.ring(job.config).pair() as slots:
+                stager = stage.Stager(slots, job.ready)
+                for piece in file.pieces:
+                    _write_piece(job, piece, stager, sink)
+                sink.flush()
+        except BaseException:
+            writer.abort()
+            raise
+        writer.close(durable=job.config.durable)
+        return StoredFile(size=sink.size, checksums=sink.checksums())
+    except BaseException:
+        job.stop.set()
+        raise
+
+
+def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
+    sink.add(piece.head)
+    shard = job.shards[piece.shard]
+    if not isinstance(shard, TensorShard):
+        sink.add(job.payloads[piece.shard])
+    else:
+        box = shard.header.box
+        tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
+        if stage.is_direct(tensor):
+            for part in _parts(stage.host_bytes(tensor), sink.chunk_bytes):
+                _check_stop(job)
+                sink.add(part)
+        else:
+            for block in stager.blocks(tensor):
+                _check_stop(job)
+                sink.add(block)
+                sink.flush()  # the slot is refilled next
+    sink.add(piece.tail)
+
+
+def _check_stop(job: Job) -> None:
+    if job.stop.is_set():
+        raise Stopped
+
+
+def _parts(view: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, len(view), size):
+        yield view[start : start + size]
+
+
+class _Sink:
+    """Collects parts and writes them about a chunk at a time, hashing each chunk of the file."""
+
+    def __init__(self, writer: Writer, config: Config) -> None:
+        self.chunk_bytes = config.chunk_bytes
+        self.size = 0
+        self._writer = writer
+        self._hashing = config.checksum != "none"
+        self._hasher = xxhash.xxh3_128()
+        self._room = config.chunk_bytes  # bytes until the current chunk is full
+        self._digests: list[bytes] = []
+        self._pending: list[bytes | memoryview] = []
+        self._pending_bytes = 0
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Append bytes that stay unchanged until the next `flush`."""
+        if not part:
+            return
+        self._pending.append(part)
+        self._pending_bytes += len(part)
+        if self._pending_bytes >= self.chunk_bytes or len(self._pending) >= _MAX_PARTS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._hashing:
+            for part in self._pending:
+                self._hash(part)
+        self._writer.append(self._pending)
+        self.size += self._pending_bytes
+        self._pending = []
+        self._pending_bytes = 0
+
+    def checksums(self) -> bytes:
+        """The digests of all chunks, the last one included; call once, at the end."""
+        if self._hashing and self._room < self.chunk_bytes:
+            self._digests.append(self._hasher.digest())
+        return b"".join(self._digests)
+
+    def _hash(self, part: bytes | memoryview) -> None:
+        while len(part) >= self._room:
+            self._hasher.update(part[: self._room])
+            self._digests.append(self._hasher.digest())
+            part = part[self._room :]
+            self._hasher.reset()
+            self._room = self.chunk_bytes
+        if part:
+            self._hasher.update(part)
+            self._room -= len(part)
