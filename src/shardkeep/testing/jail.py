@@ -1,22 +1,22 @@
 """The no-fork jail: a seccomp filter under which no child process can start.
 
 In:  the current process (`enter`), or Python code to run in a child that enters first (`run_jailed`).
-Out: inside, `fork`, `vfork` and every `clone` that does not make a thread fail with ENOMEM, as they do in a Ray
-     worker too big to be forked; `clone3` fails with ENOSYS, since a filter cannot look into its argument struct and
-     glibc then falls back to `clone`. Threads start as before.
-Invariant: there is no way out. The filter covers all threads of the process, those of native libraries included,
-     and whatever they start later.
+Out: inside, `fork`, `vfork` and every `clone` that does not make a thread fail with ENOMEM, as they do in a
+     Ray worker too big to be forked; `clone3` fails with ENOSYS, since a filter cannot look into its argument
+     struct and glibc then falls back to `clone`. Threads start as before.
+Invariant: there is no way out. The filter covers all threads of the process, those of native libraries
+     included, and whatever they start later.
 
-A Ray actor enters in its `__init__`: Ray must have started the worker process already, and a worker starts no process
-of its own afterwards (compiling, profiling and `runtime_env` are done by Ray's agents elsewhere).
+A Ray actor enters in its `__init__`: Ray must have started the worker process already, and a worker starts no
+process of its own afterwards (compiling, profiling and `runtime_env` are done by Ray's agents elsewhere).
 
     @ray.remote
     class Worker:
         def __init__(self):
             jail.enter()
 
-This file is also a program, `python -P jail.py (-c CODE | -m MODULE | SCRIPT) [ARGS...]`: it imports nothing of
-shardkeep, so the code that it runs is jailed from its first import.
+This file is also a program, `python -P jail.py (-c CODE | -m MODULE | SCRIPT) [ARGS...]`: it imports nothing
+of shardkeep, so the code that it runs is jailed from its first import.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ _CLONE_NEWNS = 0x00020000
 def enter() -> None:
     """Put the current process, with all its threads, into the jail, for good. Entering twice does nothing.
 
-    Raises ImportError when pyseccomp or libseccomp is missing, and OSError when the kernel refuses the filter.
+    Raises ImportError when pyseccomp or libseccomp is missing, and OSError when the kernel refuses the
+    filter.
     """
     if is_jailed():
         return
     seccomp = _seccomp()
     jail = seccomp.SyscallFilter(seccomp.ALLOW)
-    # A filter otherwise covers the calling thread alone, and torch, gRPC and Ray already run threads of their own.
+    # A filter otherwise covers the calling thread alone, and torch, gRPC and Ray already run their own.
     jail.set_attr(seccomp.Attr.CTL_TSYNC, 1)
     no_memory = seccomp.ERRNO(errno.ENOMEM)
     jail.add_rule(no_memory, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0))
@@ -78,14 +79,15 @@ def run_jailed(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGS...` in a child that enters the jail before anything else; its output is captured as text.
+    """Run `python ARGS...` in a child that enters the jail before anything else, and capture its output.
 
-    `args` are those of the interpreter: `"-c", code`, `"-m", module` or a script, then its own arguments. `env` adds to
-    this process's environment. The caller must be outside the jail. Raises subprocess.TimeoutExpired.
+    `args` are those of the interpreter: `"-c", code`, `"-m", module` or a script, then its own arguments.
+    `env` adds to this process's environment. The caller must be outside the jail. Raises
+    subprocess.TimeoutExpired.
     """
     return subprocess.run(
         # -P: a script's directory leads sys.path, and this one holds modules with common names.
-        [sys.executable, "-P", __file__, *map(os.fspath, args)],
+        [sys.executable, "-P", __file__, *[os.fspath(arg) for arg in args]],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -100,8 +102,8 @@ def _seccomp() -> ModuleType:
         import pyseccomp
     except (ImportError, OSError, RuntimeError) as cause:
         raise ImportError(
-            "the no-fork jail needs pyseccomp, from `pip install 'shardkeep[test]'`, and the system's libseccomp.so.2"
-            f" (Debian: libseccomp2): {cause}"
+            "the no-fork jail needs pyseccomp, from `pip install 'shardkeep[test]'`, and the system's"
+            f" libseccomp.so.2 (Debian: libseccomp2): {cause}"
         ) from cause
     module: ModuleType = pyseccomp
     return module

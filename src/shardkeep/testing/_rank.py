@@ -1,0 +1,117 @@
+"""One rank process of `cluster.ClusterPool`: takes calls from its parent until the connection ends.
+
+In:  requests as `cluster._Call.for_rank` makes them, one at a time.
+Out: one reply per request, with the keys `value`, `error` and `traceback`; SIGUSR1 dumps all stacks to
+     stderr.
+Invariant: when the parent is gone this process ends at once, even in the middle of a call.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn
+
+from shardkeep.testing import jail
+
+__all__ = ["main"]
+
+
+def main(connection_fd: int, *, jailed: bool) -> NoReturn:
+    """Serve the parent at the other end of `connection_fd`; never returns."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if jailed:
+        jail.enter()
+    import torch.distributed as _warm  # noqa: F401
+
+    connection: Connection[Any, Any] = Connection(connection_fd)
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, requests), name="rank-requests", daemon=True).start()
+    connection.send("ready")
+    while True:
+        reply = serve(requests.get())
+        sys.stdout.flush()
+        connection.send_bytes(reply)
+
+
+def serve(request: bytes) -> bytes:
+    """Make the call and return the pickled reply, whatever happens in the call."""
+    try:
+        # The loader that a multiprocessing connection uses itself; the bytes are our parent's.
+        call: dict[str, Any] = ForkingPickler.loads(request)
+        with _environment(call["env"]), _process_group(call["store"], call["group_timeout_s"]):
+            value = _function(call)(*call["args"])
+        return pickle.dumps({"value": value, "error": None, "traceback": ""})
+    except BaseException as error:  # the process boundary: the parent gets it
+        return pickle.dumps({"value": None, "error": _picklable(error), "traceback": traceback.format_exc()})
+
+
+def _read(connection: Connection[Any, Any], requests: queue.SimpleQueue[bytes]) -> None:
+    """Hand requests on. A thread of its own, so that the end of the parent is seen while a call hangs."""
+    try:
+        while True:
+            requests.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _process_group(store: str | None, timeout_s: float) -> Iterator[None]:
+    """Join the call's gloo group, and leave it however the call ends: peers of a failed rank fail too."""
+    if store is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _function(call: dict[str, Any]) -> Any:
+    sys.path.extend(path for path in call["sys_path"] if path not in sys.path)
+    module, name = call["target"]
+    return reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """`error` itself if it survives the way to the parent, else a stand-in with its text."""
+    try:
+        ForkingPickler.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
