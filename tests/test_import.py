@@ -1,4 +1,4 @@
-"""`import shardkeep` stays light: what a process that never trains, or trains without Ray, need not pay for."""
+"""`import shardkeep` stays light, for processes that never train and for those that train without Ray."""
 
 from __future__ import annotations
 

@@ -177,7 +177,9 @@ def test_ray_actor_works_in_the_jail(ray_local: ModuleType) -> None:
             return test_jail.start_threads(100), test_jail.multiply_in_threads()
 
         def ask_a_task(self) -> int:
-            return int(ray.get(ray.remote(num_cpus=1)(len).remote("three")))
+            import test_jail
+
+            return int(ray.get(ray.remote(num_cpus=1)(test_jail.start_threads).remote(5)))
 
         def fail(self) -> None:
             raise ValueError("expected")
