@@ -2,8 +2,7 @@
 
 In:  a size, a directory (tmpfs by default), a number of rounds and of cores.
 Out: a table of GB/s and of ratios with the hardware; every sample in benchmarks/results/<name>.json.
-Fair: all write the same bytes to a directory that is new each time; the old one is removed outside the timed
-     part. The first call of each is reported alone, as cold, and what it loads is compared with what it saved.
+Fair: all write the same bytes to a directory that is new each time; removing it is not timed. The first call of each is reported alone, as cold, and what it loads is compared with what it saved.
      Then every round runs all contestants, in an order that rotates, so that noise hits all alike; a ratio is
      the median of each round's own ratio. All call fsync on their files, as they come.
 
@@ -108,7 +107,7 @@ def torch_dcp(state: State, target: State, num_threads: int) -> Contestant:
 
 
 def megatron(state: State, target: State) -> Contestant:
-    """dist_checkpointing as it comes, in one gloo process; on a machine without a GPU its CUDA calls do nothing."""
+    """dist_checkpointing as it comes, in one gloo process; without a GPU its CUDA calls do nothing."""
     from megatron.core import dist_checkpointing
 
     if not torch.cuda.is_available():
@@ -266,7 +265,7 @@ def report(
 
 
 def _all_of(call: Callable[[int, memoryview, int], int], fd: int, tensor: torch.Tensor, offset: int) -> int:
-    """Repeat `call` until it has moved the whole tensor (Linux moves 2 GiB at most at a time); returns the bytes."""
+    """Call until the whole tensor has moved (Linux moves 2 GiB at most at a time); returns the bytes."""
     view = memoryview(tensor.view(torch.uint8).numpy())
     done = 0
     while done < len(view):
