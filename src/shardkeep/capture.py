@@ -25,10 +25,10 @@ def capture(state: Mapping[str, Any]) -> Captured:
     """Take `state` apart. InvalidState for what cannot be stored, StorageReleased for a tensor without its memory."""
     if not isinstance(state, Mapping):
         raise InvalidState("the state must be a dict", expected="dict", got=type(state).__name__)
-    if _has_megatron_objects(state):
-        from shardkeep import megatron
+    if has_megatron_objects(state):
+        from shardkeep.megatron.state import capture_megatron
 
-        return megatron.capture(state)
+        return capture_megatron(state)
     return _capture_plain(state)
 
 
@@ -108,7 +108,8 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _has_megatron_objects(state: Mapping[str, Any]) -> bool:
+def has_megatron_objects(state: Mapping[str, Any]) -> bool:
+    """Whether any leaf is one of Megatron's sharded or local objects. Does not import megatron."""
     mapping = sys.modules.get("megatron.core.dist_checkpointing.mapping")
     if mapping is None:  # nobody imported it, so the state cannot hold its objects
         return False

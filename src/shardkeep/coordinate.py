@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _POLL_S = (0.0005, 0.02)  # first and longest pause between looks at the store
 _CONNECT_S = 60.0
+_GRACE_S = 5.0
 _ANSWER_S = 30.0  # a store that does not answer one small call for this long is gone
 
 
@@ -37,10 +38,13 @@ class Coordinator(Protocol):
     world_size: int
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        """Every rank's value, on rank 0; None elsewhere."""
+        """Every rank's value, on rank 0; None elsewhere. RemoteError: this rank's value was not handed in."""
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
+
+    def scatter(self, name: str, values: list[Any] | None = None) -> Any:
+        """`values[rank]` of rank 0's list, on each rank."""
 
     def fail(self, error: BaseException) -> ShardkeepError:
         """Tell the others; returns the session's error, which is the first that any rank reported."""
@@ -60,7 +64,7 @@ class RemoteError(Exception):
 @contextmanager
 def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Iterator[Coordinator]:
     """Enter a session with all ranks of the default process group (or alone). Whatever is raised inside on any rank is raised
-    on every rank: an InputError as itself, everything else as `failure` that names rank, host and cause."""
+    on every rank: errors of shardkeep as themselves, everything else (and a silent rank) as `failure` with rank, host and cause."""
     coordinator = open_session(purpose, deadline_s)
     with sharing(coordinator, failure):
         yield coordinator
@@ -85,10 +89,10 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
 
 def _as_shared(error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]) -> ShardkeepError:
     where = {} if coordinator.world_size == 1 else {"rank": coordinator.rank, "host": socket.gethostname()}
-    if isinstance(error, InputError | DeadlineExceeded):
-        return type(error)(error.what, **{**where, **error.fields})
+    if isinstance(error, DeadlineExceeded):
+        return failure(error.what, **{**where, **error.fields})
     if isinstance(error, ShardkeepError):
-        return failure(f"{type(error).__name__}: {error.what}", **{**where, **error.fields})
+        return type(error)(error.what, **{**where, **error.fields})
     return failure(f"{type(error).__name__}: {error}", **where)
 
 
@@ -110,6 +114,10 @@ class Alone:
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         return _through_wire(value)
+
+    def scatter(self, name: str, values: list[Any] | None = None) -> Any:
+        assert values is not None
+        return _through_wire(values[0])
 
     def fail(self, error: BaseException) -> ShardkeepError:
         return error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
@@ -191,21 +199,32 @@ class _Session:
         self._keys: list[str] = []
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
+        self._raise_shared_error()  # before the value is set: a rank that raises RemoteError here has not been counted
         mine = self._key(f"{name}/{self.rank}")
         self._call(lambda store: store.set(mine, msgspec.msgpack.encode(value)))
         if self.rank != 0:
-            self._raise_shared_error()
             return None
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
-        self._await(keys, name)
+        self._await(keys, name, self._deadline_s)
         return [msgspec.msgpack.decode(v) for v in self._call(lambda store: store.multi_get(keys))]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         key = self._key(name)
         if self.rank == 0:
             self._call(lambda store: store.set(key, msgspec.msgpack.encode(value)))
-        else:
-            self._await([key], name)
+        return self._receive(key, name)
+
+    def scatter(self, name: str, values: list[Any] | None = None) -> Any:
+        if values is not None:
+            keys = [self._key(f"{name}/{rank}", remember=False) for rank in range(self.world_size)]
+            encoded = [msgspec.msgpack.encode(v) for v in values]
+            self._call(lambda store: store.multi_set(keys, encoded))
+        return self._receive(self._key(f"{name}/{self.rank}"), name)
+
+    def _receive(self, key: str, name: str) -> Any:
+        """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others wait a little longer."""
+        if self.rank != 0:
+            self._await([key], name, self._deadline_s + min(_GRACE_S, self._deadline_s / 4))
         return msgspec.msgpack.decode(self._call(lambda store: store.get(key)))
 
     def fail(self, error: BaseException) -> ShardkeepError:
@@ -252,9 +271,9 @@ class _Session:
         if record:
             raise RemoteError(from_wire(record["error"]))
 
-    def _await(self, keys: list[str], name: str) -> None:
-        """Wait until all keys are set, somebody failed, or the deadline has passed."""
-        end = time.monotonic() + self._deadline_s
+    def _await(self, keys: list[str], name: str, timeout_s: float) -> None:
+        """Wait until all keys are set, somebody failed, or the time is up."""
+        end = time.monotonic() + timeout_s
         missing, pause = list(keys), _POLL_S[0]
         while True:
             missing = [k for k in missing if not self._call(lambda store, k=k: store.check([k]))]
@@ -263,7 +282,7 @@ class _Session:
             self._raise_shared_error()
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"no answer for '{name}' within {self._deadline_s:g} s from {self._who(missing)}", purpose=self._purpose,
+                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(missing)}", purpose=self._purpose,
                     remedy="Look at their logs; a longer Config.deadline_s helps only if they are slow, not stuck.")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])

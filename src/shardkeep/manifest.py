@@ -78,9 +78,14 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
     return unsealed(data, Manifest, path)
 
 
-def seal_digest(manifest: Manifest) -> Manifest:
+def seal(manifest: Manifest) -> Manifest:
     """The manifest with `digest` set, as its readers will see it."""
     return replace(manifest, digest=_self_digest(asdict(manifest)))
+
+
+def with_fixed(index: Index, fixed: dict[str, str]) -> Index:
+    """The index with the digests of its fixed-name files, which are made from it."""
+    return replace(index, fixed=fixed)
 
 
 def sealed(record: dict[str, object]) -> bytes:

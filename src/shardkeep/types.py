@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from shardkeep.storage import Storage
+
 Dialect = Literal["megatron", "dcp"]
 Path = tuple[str | int, ...]
 
@@ -92,6 +94,30 @@ class Captured:
     paths: dict[str, Path] = field(default_factory=dict)
     common: dict[Any, Any] | None = None
     digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a save goes and under which rules. `attached`: files for other tools, name -> bytes. `keep_previous`: leave the
+    files of older attempts, because a run removes them after its step is committed. `lenient`: as unmodified trainers
+    need it, differing plain values and directories only warn. `check_cover`: refuse shards that do not tile their tensor."""
+
+    storage: Storage
+    overwrite: bool = False
+    step: int | None = None
+    attached: dict[str, bytes] = field(default_factory=dict)
+    keep_previous: bool = False
+    lenient: bool = False
+    check_cover: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank has written and made durable; `paths` (dialect `dcp`) nests the keys of its items."""
+
+    items: list[Item]
+    files: dict[str, StoredFile]
+    paths: dict[str, Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,10 @@ import xxhash
 
 from shardkeep import stage
 from shardkeep.config import Config
+from shardkeep.errors import Cancelled
+from shardkeep.freeze import Frozen
 from shardkeep.storage import Storage, Writer
-from shardkeep.types import FileLayout, Piece, Shard, StoredFile, TensorShard
+from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
 _MAX_PARTS = 256
 
@@ -47,12 +49,34 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     with ThreadPoolExecutor(min(job.config.num_threads, len(job.files)), "shardkeep-write") as pool:
         futures = {f.name: pool.submit(_write_file, job, f) for f in job.files}
         wait(futures.values())
-    errors = [f.exception() for f in futures.values()]
-    causes = [e for e in errors if e and not isinstance(e, Stopped)]
-    for error in causes or errors:
-        if error:
+    errors = [e for f in futures.values() if (e := f.exception())]
+    for error in errors:
+        if not isinstance(error, Stopped):
             raise error
+    if errors:
+        raise Cancelled("the save was cancelled")
     return {name: future.result() for name, future in futures.items()}
+
+
+def result(files: Sequence[FileLayout], stored: dict[str, StoredFile], frozen: Frozen) -> RankResult:
+    """What other ranks and the index need to know of the written files."""
+    items = [_item(file.name, piece, frozen.headers[piece.shard]) for file in files for piece in file.pieces]
+    paths = {i.key: frozen.paths[i.key] for i in items if i.key in frozen.paths}
+    return RankResult(items=items, files=stored, paths=paths)
+
+
+def _item(file: str, piece: Piece, header: ShardHeader) -> Item:
+    return Item(
+        key=header.key, kind=header.kind, dtype=header.dtype, box=piece.box, file=file, offset=piece.offset, length=piece.length,
+        payload_offset=piece.offset + len(piece.head), num_bytes=piece.num_bytes,
+    )
+
+
+def checksums(data: bytes, config: Config) -> bytes:
+    """The chunk checksums of a small file that is written in one go."""
+    if config.checksum == "none":
+        return b""
+    return b"".join(xxhash.xxh3_128_digest(part) for part in _parts(memoryview(data), config.chunk_bytes))
 
 
 def _write_file(job: Job, file: FileLayout) -> StoredFile:

@@ -65,5 +65,8 @@ class Storage(Protocol):
     def make(self) -> None:
         """Create the directory and its parents, durably."""
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory if nothing is in it."""
+
     def free_bytes(self) -> int:
         """Room for more bytes, or a very large number if the backend has no limit."""

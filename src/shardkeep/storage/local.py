@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 
 from shardkeep.storage import Buffer
 
@@ -51,10 +52,8 @@ class LocalStorage:
             return {}
 
     def delete(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(self._path(name))
-        except FileNotFoundError:
-            pass
 
     def sync(self) -> None:
         _sync_directory(self.url)
@@ -68,6 +67,10 @@ class LocalStorage:
         os.makedirs(self.url, exist_ok=True)
         for created in missing:  # a new directory is durable once its parent is synced
             _sync_directory(os.path.dirname(created))
+
+    def remove_if_empty(self) -> None:
+        with suppress(OSError):  # not empty, or already gone
+            os.rmdir(self.url)
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.url).free

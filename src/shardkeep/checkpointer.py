@@ -1,0 +1,165 @@
+"""The table of contents: save and load, stage by stage.
+
+    capture   state -> shards with boxes, plain values
+    plan      headers of all ranks -> who writes which bytes where
+    stage     tensors -> host memory (ring while writing, arena for snapshots)
+    write     host memory -> files, checksummed
+    commit    results of all ranks -> index, fixed-name files, manifest
+    load      manifest -> byte ranges -> tensors
+
+Collective over the default process group, or for one process alone. `begin` holds the training thread; `finish` may run
+in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from shardkeep import commit, plan, stage, write
+from shardkeep.agree import Agreement, agree
+from shardkeep.capture import capture as take_apart
+from shardkeep.config import Config, resolve
+from shardkeep.coordinate import Coordinator, RemoteError, open_session, sharing
+from shardkeep.errors import DeadlineExceeded, SaveFailed
+from shardkeep.freeze import Frozen, freeze
+from shardkeep.handle import SaveHandle, background
+from shardkeep.phases import Phases
+from shardkeep.storage import storage_for
+from shardkeep.types import Manifest, RankResult, SaveReport, Target
+
+Pathlike = str | os.PathLike[str]
+
+
+def save(state: Mapping[str, Any], path: Pathlike, *, overwrite: bool = False, config: Config | None = None) -> SaveReport:
+    """Save `state` as the checkpoint `path`; returns when it is committed and durable. Extra host memory: the staging ring.
+
+    `state` is a nested dict of tensors, DTensors, Megatron sharded objects and plain values. Raises InvalidState,
+    StorageReleased, AlreadyCommitted or NoSpace before anything is written; SaveFailed afterwards, on every rank, with the
+    previous checkpoint untouched."""
+    return save_to(state, Target(storage=storage_for(path), overwrite=overwrite), config)
+
+
+def save_async(
+    state: Mapping[str, Any], path: Pathlike, *, capture: str = "snapshot", overwrite: bool = False, config: Config | None = None
+) -> SaveHandle[SaveReport]:
+    """As `save`, but returns once the state is copied to host memory; a thread does the rest. The handle carries its errors."""
+    if capture != "snapshot":
+        raise ValueError(f"capture must be 'snapshot', got {capture!r}")
+    return save_to_async(state, Target(storage=storage_for(path), overwrite=overwrite), config)
+
+
+def save_to(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveReport:
+    """`save` with the rules of a `Target`."""
+    begun = begin(state, target, resolve(config), snapshot=False)
+    report = finish(begun)
+    return replace(report, stall_s=begun.phases.total_s())
+
+
+def save_to_async(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveHandle[SaveReport]:
+    """`save_async` with the rules of a `Target`."""
+    begun = begin(state, target, resolve(config), snapshot=True)
+    return background.submit(lambda: finish(begun), cancel=begun.stop.set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A save whose state is captured and agreed on: everything that `finish` needs."""
+
+    ranks: Coordinator
+    target: Target
+    config: Config
+    agreement: Agreement
+    frozen: Frozen
+    phases: Phases
+    stall_s: float
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+def begin(state: Mapping[str, Any], target: Target, config: Config, *, snapshot: bool) -> Begun:
+    """Capture, agree with the other ranks, freeze what may change: the part that holds the training thread."""
+    phases = Phases("save", target.storage.url)
+    ranks = open_session(f"save {target.storage.url}", config.deadline_s)
+    agreement = None
+    try:
+        with sharing(ranks, SaveFailed):
+            background.raise_unseen()
+            with phases("capture"):
+                captured = take_apart(state)
+            with phases("plan"):
+                agreement = agree(ranks, captured, target, config)
+            with phases("stage"):
+                frozen = freeze(captured, agreement.chosen, ranks.rank, snapshot=snapshot, lenient=target.lenient)
+    except BaseException:
+        if agreement and ranks.rank == 0:
+            commit.abandon(target.storage, agreement.attempt)
+        raise
+    return Begun(ranks=ranks, target=target, config=config, agreement=agreement, frozen=frozen, phases=phases,
+                 stall_s=phases.total_s())
+
+
+def finish(begun: Begun) -> SaveReport:
+    """Write and commit. Runs on any thread; coordinates over our own store alone."""
+    ranks, phases = begun.ranks, begun.phases
+    try:
+        with sharing(ranks, SaveFailed):
+            with phases("write"):
+                result = _write(begun)
+            with phases("commit"):
+                manifest = _commit(begun, result)
+        ranks.finish()
+    finally:
+        begun.frozen.release()
+    return SaveReport(
+        path=begun.target.storage.url, attempt=manifest.attempt, num_bytes=manifest.totals["num_bytes"],
+        num_items=manifest.totals["num_items"], num_files=manifest.totals["num_files"], seconds=dict(phases.seconds),
+        stall_s=begun.stall_s, manifest_digest=manifest.digest,
+    )
+
+
+def _write(begun: Begun) -> RankResult:
+    """This rank's files, durable; on an error none of them is left."""
+    target, frozen, attempt = begun.target, begun.frozen, begun.agreement.attempt
+    files = plan.layout(frozen.headers, begun.agreement.chosen, frozen.payloads, rank=begun.ranks.rank, attempt=attempt,
+                        config=begun.config)
+    job = write.Job(storage=target.storage, files=files, shards=frozen.shards, payloads=frozen.payloads, config=begun.config,
+                    ready=frozen.ready, stop=begun.stop)
+    try:
+        stored = write.write_files(job)
+        if begun.config.durable:
+            target.storage.sync()
+    except BaseException:
+        _remove(begun, [f.name for f in files])
+        raise
+    return write.result(files, stored, frozen)
+
+
+def _commit(begun: Begun, result: RankResult) -> Manifest:
+    """Rank 0 commits what all have written. Once this rank's result is handed in, only rank 0 may remove files: it alone
+    knows whether they count."""
+    try:
+        results = begun.ranks.gather("written", msgspec.to_builtins(result))
+    except (RemoteError, SaveFailed, DeadlineExceeded) as e:
+        if begun.ranks.rank == 0 or isinstance(e, RemoteError):
+            _remove(begun, list(result.files))
+        raise
+    manifest = None
+    if results is not None:
+        frozen, agreement = begun.frozen, begun.agreement
+        manifest = commit.commit(
+            begun.target, agreement.attempt, msgspec.convert(results, list[RankResult]), dialect=frozen.dialect,
+            tensors=agreement.tensors, common=frozen.common, config=begun.config,
+        )
+    return msgspec.convert(begun.ranks.broadcast("committed", msgspec.to_builtins(manifest)), Manifest)
+
+
+def _remove(begun: Begun, files: list[str]) -> None:
+    commit.remove_files(begun.target.storage, files)
+    if begun.ranks.rank == 0:
+        commit.abandon(begun.target.storage, begun.agreement.attempt)

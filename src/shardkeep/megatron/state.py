@@ -1,0 +1,195 @@
+"""Megatron sharded state dicts <-> shards. Relies on `megatron.core.dist_checkpointing.mapping` alone.
+
+Apart: factories are built, LocalNonpersistentObjects left out, ShardedTensors and ShardedObjects become shards, the rest is
+the common state. Together: the reverse, as `dist_checkpointing.load` returns it. The caller's containers are never changed on the
+way apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+from shardkeep.capture import object_shard, tensor_shard, value_digest
+from shardkeep.errors import InvalidState
+from shardkeep.load import Target as ReadTarget
+from shardkeep.restore import at
+from shardkeep.types import Box, Captured, Path, Shard
+
+_NOTHING = object()
+
+
+@dataclass(slots=True, kw_only=True)
+class Apart:
+    """A sharded state dict taken apart; paths are keys and indices from its root."""
+
+    tensors: list[tuple[Path, ShardedTensor]] = field(default_factory=list)
+    objects: list[tuple[Path, ShardedObject]] = field(default_factory=list)
+    local: list[tuple[Path, Any]] = field(default_factory=list)
+    factories: list[tuple[Path, ShardedTensorFactory]] = field(default_factory=list)
+    common: dict[Any, Any] = field(default_factory=dict)
+    lists: set[Path] = field(default_factory=set)  # paths at which the state has a list
+
+
+def take_apart(state: Mapping[Any, Any]) -> Apart:
+    """Sort the leaves of a sharded state dict."""
+    apart = Apart()
+    common = _visit(apart, state, ())
+    apart.common = common if isinstance(common, dict) else {}
+    return apart
+
+
+def _visit(apart: Apart, node: Any, path: Path) -> Any:
+    """Record the leaves below `node`; returns its common part, or _NOTHING. Containers that were empty stay."""
+    if isinstance(node, dict):
+        kept = {k: c for k, v in node.items() if (c := _visit(apart, v, (*path, k))) is not _NOTHING}
+        return kept if kept or not node else _NOTHING
+    if isinstance(node, list):
+        apart.lists.add(path)
+        children = [c for i, v in enumerate(node) if (c := _visit(apart, v, (*path, i))) is not _NOTHING]
+        return children if children or not node else _NOTHING
+    return _leaf(apart, node, path)
+
+
+def _leaf(apart: Apart, node: Any, path: Path) -> Any:
+    if isinstance(node, ShardedTensor):
+        apart.tensors.append((path, node))
+    elif isinstance(node, ShardedObject):
+        apart.objects.append((path, node))
+    elif isinstance(node, LocalNonpersistentObject):
+        apart.local.append((path, node.unwrap()))
+    elif isinstance(node, ShardedTensorFactory):
+        apart.factories.append((path, node))
+        _visit(apart, node.build(), path)
+    else:
+        return node
+    return _NOTHING
+
+
+def capture_megatron(state: Mapping[str, Any], *, before_comparing: Callable[[Any], Any] | None = None) -> Captured:
+    """Shards and common values of a sharded state dict. `before_comparing` drops common values that may differ by rank."""
+    apart = take_apart(state)
+    shards: list[Shard] = [s for _, sharded in apart.tensors if (s := _tensor_shard(sharded))]
+    shards += [object_shard(o.unique_key, [o.data], is_main_replica(o.replica_id)) for _, o in apart.objects]
+    compared = before_comparing(apart.common) if before_comparing else apart.common
+    digests = {str(k): value_digest(v) for k, v in compared.items()}
+    return Captured(dialect="megatron", shards=shards, common=apart.common, digests=digests)
+
+
+def box_of(sharded: ShardedTensor) -> Box:
+    """The box of a ShardedTensor in its global tensor, prepended axes included with size 1."""
+    if getattr(sharded, "flattened_range", None) is not None:
+        raise InvalidState("flattened_range is not supported", key=sharded.key,
+                           remedy="Save the optimizer in the fully_reshardable or fully_sharded_model_space format.")
+    shape = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+    return Box(offset=tuple(sharded.global_offset), shape=shape)
+
+
+def _tensor_shard(sharded: ShardedTensor) -> Shard | None:
+    main = is_main_replica(sharded.replica_id)
+    if sharded.data is None:
+        if main:
+            raise InvalidState("the main replica of a ShardedTensor has no data", key=sharded.key)
+        return None
+    return tensor_shard(sharded.key, sharded.data, tuple(sharded.global_shape), box_of(sharded), main)
+
+
+class MegatronTemplate:
+    """A sharded state dict as what to load; see `shardkeep.restore.Template`.
+
+    ShardedTensors without data get an empty CPU tensor. `loaded` is what `dist_checkpointing.load` would return."""
+
+    def __init__(self, state: Mapping[str, Any], leave_out: set[str] | None = None) -> None:
+        self._state = state
+        self._apart = take_apart(state)
+        self._left_out = leave_out or set()
+        for _, sharded in self._apart.tensors:
+            if sharded.data is None:
+                sharded.init_data("cpu", torch.zeros if sharded.allow_shape_mismatch else torch.empty)
+        self.targets = [self._target(s) for _, s in self._apart.tensors if s.key not in self._left_out]
+        self.values = [o.unique_key for _, o in self._apart.objects if o.key not in self._left_out]
+        self.loaded: dict[Any, Any] = {}
+
+    def _target(self, sharded: ShardedTensor) -> ReadTarget:
+        """Megatron converts between dtypes on load, and fills what a tensor of another shape has in common with zeros around."""
+        tensor, box = sharded.data.detach(), box_of(sharded)
+        if sharded.allow_shape_mismatch:
+            tensor.zero_()
+        return ReadTarget(key=sharded.key, box=box, shape=tuple(sharded.global_shape), tensor=tensor, cast=True,
+                          clip=sharded.allow_shape_mismatch)
+
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
+        """Assemble `loaded`, and bring the state itself up to date: objects, factories' tensors, common values."""
+        self.loaded = _copied(common)
+        for path, value in self._apart.local:
+            self._place(path, value)
+        for path, sharded in self._apart.tensors:
+            if sharded.key not in self._left_out:
+                self._place(path, sharded.data)
+        for path, stored in self._apart.objects:
+            if stored.key not in self._left_out:
+                stored.data = values[stored.unique_key][0]
+                self._place(path, stored.data)
+        for path, factory in self._apart.factories:
+            self._merge(path, factory)
+        _overwrite_common(self._state, self._apart.common, common)
+
+    def _merge(self, path: Path, factory: ShardedTensorFactory) -> None:
+        merged = factory.merge_fn(at(self.loaded, path))
+        self._place(path, merged)
+        if isinstance(factory.data, torch.Tensor) and isinstance(merged, torch.Tensor) and factory.data.shape == merged.shape:
+            factory.data.detach().copy_(merged)
+
+    def _place(self, path: Path, value: Any) -> None:
+        """Set `loaded` at a path, making the dicts and lists that the state has there."""
+        node: Any = self.loaded
+        for depth, step in enumerate(path[:-1]):
+            node = _child(node, step, list if path[: depth + 1] in self._apart.lists else dict)
+        _set(node, path[-1], value)
+
+
+def _child(node: Any, step: str | int, kind: type) -> Any:
+    if isinstance(node, list):
+        while len(node) <= int(step):
+            node.append(None)
+        if node[int(step)] is None:
+            node[int(step)] = kind()
+        return node[int(step)]
+    return node.setdefault(step, kind())
+
+
+def _set(node: Any, step: str | int, value: Any) -> None:
+    if isinstance(node, list):
+        while len(node) <= int(step):
+            node.append(None)
+        node[int(step)] = value
+    else:
+        node[step] = value
+
+
+def _copied(node: Any) -> Any:
+    """New containers around the same leaves."""
+    if isinstance(node, Mapping):
+        return {k: _copied(v) for k, v in node.items()}
+    return [_copied(v) for v in node] if isinstance(node, list) else node
+
+
+def _overwrite_common(state: Any, mine: Any, stored: Any) -> None:
+    """Replace the plain values of `state` (those that `mine` names) by the stored ones."""
+    for key in mine:
+        if key not in stored:
+            continue
+        if isinstance(mine[key], dict) and isinstance(stored[key], Mapping):
+            _overwrite_common(state[key], mine[key], stored[key])
+        else:
+            state[key] = stored[key]

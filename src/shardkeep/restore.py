@@ -1,0 +1,121 @@
+"""A state as the template of a load: which boxes and values it asks for, and how they are put back, in place.
+
+`Template` has one implementation here, for plain states, and one in `shardkeep.megatron.state`. Comparing keys is
+collective, since each rank of a model asks for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardkeep.capture import capture, has_megatron_objects
+from shardkeep.catalog import Catalog
+from shardkeep.coordinate import Coordinator
+from shardkeep.errors import MissingKey, UnexpectedKey
+from shardkeep.load import Target as ReadTarget
+from shardkeep.types import Path, TensorShard
+
+
+class Template(Protocol):
+    """What one rank asks for. `targets` are filled in place; `values` are the keys of objects."""
+
+    targets: list[ReadTarget]
+    values: list[str]
+
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
+        """Put loaded objects and the checkpoint's common values back, after the targets have been filled."""
+
+
+def template(state: Mapping[str, Any]) -> Template:
+    """The template that a state is. Raises InvalidState and StorageReleased as a save does."""
+    if has_megatron_objects(state):
+        from shardkeep.megatron.state import MegatronTemplate
+
+        return MegatronTemplate(state)
+    return PlainTemplate(state)
+
+
+class PlainTemplate:
+    """A nested dict of tensors and plain values. Tensors are filled in place, plain values replaced in their containers."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        captured = capture(state)
+        self._state = state
+        self._paths = captured.paths
+        self.targets = [
+            ReadTarget(key=s.header.key, box=s.header.box, shape=s.header.shape, tensor=s.tensor)
+            for s in captured.shards if isinstance(s, TensorShard)
+        ]
+        self.values = [s.header.key for s in captured.shards if not isinstance(s, TensorShard)]
+
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
+        for key in self.values:
+            if key in values:
+                put_at(self._state, self._paths[key], values[key])
+            elif has_at(common, self._paths[key]):  # a plain state reads a Megatron checkpoint
+                put_at(self._state, self._paths[key], at(common, self._paths[key]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """`missing`: asked for by some rank, not stored. `unexpected`: stored, asked for by no rank."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def compare(ranks: Coordinator, catalog: Catalog, wanted: Iterable[str]) -> Difference:
+    """Collective comparison of the keys that ranks ask for with those of the checkpoint."""
+    everyone = ranks.gather("wanted", sorted(set(wanted)))
+    found = None
+    if everyone is not None:
+        asked, stored = {key for keys in everyone for key in keys}, set(catalog.items)
+        found = [sorted(asked - stored), sorted(stored - asked)]
+    missing, unexpected = ranks.broadcast("difference", found)
+    return Difference(missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def require_equal(difference: Difference, path: str) -> None:
+    """The strict rule: MissingKey or UnexpectedKey, naming the first keys."""
+    if difference.missing:
+        raise MissingKey(f"the checkpoint lacks {_some(difference.missing)}", path=path,
+                         remedy="Pass strict=False to load what is there.")
+    if difference.unexpected:
+        raise UnexpectedKey(f"the state does not ask for {_some(difference.unexpected)}", path=path,
+                            remedy="Pass strict=False to leave them out.")
+
+
+def _some(keys: tuple[str, ...]) -> str:
+    shown = ", ".join(f"'{k}'" for k in keys[:10])
+    return shown + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
+
+
+def at(container: Any, path: Path) -> Any:
+    """The value at a path of keys and indices."""
+    for step in path:
+        container = container[_own_key(container, step)]
+    return container
+
+
+def has_at(container: Any, path: Path) -> bool:
+    try:
+        at(container, path)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def put_at(container: Any, path: Path, value: Any) -> None:
+    """Replace the value at an existing path."""
+    parent = at(container, path[:-1])
+    assert isinstance(parent, MutableMapping | MutableSequence)
+    parent[_own_key(parent, path[-1])] = value
+
+
+def _own_key(container: Any, step: str | int) -> Any:
+    """torch's flattening turns dict keys into text; find the key as the container has it."""
+    if not isinstance(container, Mapping) or step in container:
+        return step
+    return next((k for k in container if str(k) == step), step)

@@ -1,0 +1,63 @@
+"""Index -> the fixed-name files with which unmodified torch DCP and megatron-core read our checkpoints. Pure.
+
+`.metadata` is DCP's pickled `Metadata`; we only ever write it. `metadata.json` has exactly Megatron's four fields, since
+0.13-0.18 reject any other. See docs/format.md, "Dialects".
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from shardkeep.types import Index, Item, TensorInfo, dtype_named
+
+MEGATRON_CONFIG = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1,
+}
+
+
+def fixed_files(index: Index, common: bytes | None) -> dict[str, bytes]:
+    """Name -> bytes, in the order in which they are to be put in place: Megatron's own marker comes last."""
+    files = {".metadata": dcp_metadata(index)}
+    if index.dialect == "megatron":
+        assert common is not None
+        files = {"common.pt": common, **files, "metadata.json": json.dumps(MEGATRON_CONFIG).encode()}
+    return files
+
+
+def dcp_metadata(index: Index) -> bytes:
+    """The pickled `torch.distributed.checkpoint.metadata.Metadata` of the checkpoint."""
+    items: dict[str, list[Item]] = defaultdict(list)
+    for item in index.items:
+        items[item.key].append(item)
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, stored in items.items():
+        info = index.tensors.get(key)
+        entries[key] = _tensor_entry(info, stored) if info else BytesStorageMetadata()
+        for number, item in enumerate(stored):
+            where = MetadataIndex(key, item.box.offset, number) if info else MetadataIndex(key)
+            storage[where] = _StorageInfo(item.file, item.offset, item.length)
+    planner_data = {k: tuple(p) for k, p in index.paths.items()} if index.dialect == "dcp" else {}
+    metadata = Metadata(state_dict_metadata=entries, planner_data=planner_data, storage_data=storage)
+    return pickle.dumps(metadata)
+
+
+def _tensor_entry(info: TensorInfo, items: list[Item]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_named(info.dtype)),
+        size=torch.Size(info.shape),
+        chunks=[ChunkStorageMetadata(offsets=torch.Size(i.box.offset), sizes=torch.Size(i.box.shape)) for i in items],
+    )
