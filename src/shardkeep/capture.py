@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Partial
 
 from shardkeep.errors import InvalidState, StorageReleased
+from shardkeep.memory import host_bytes
 from shardkeep.types import Box, Captured, ObjectShard, Path, Shard, ShardHeader, TensorShard, dtype_name, whole
 
 
@@ -130,7 +131,7 @@ def _canonical(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if value.device.type != "meta" and value.numel():
-            yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            yield bytes(host_bytes(value.detach().cpu().contiguous()))
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             yield repr(key).encode()

@@ -16,20 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from shardkeep.config import Config
+from shardkeep.memory import host_bytes
 
 _ALIGN_BYTES = 512
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; the view keeps the tensor's memory alive."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-
-
-def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's own memory is its row-major content."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def allocate(num_bytes: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from shardkeep import stage
 from shardkeep.config import Config
 from shardkeep.errors import Cancelled
 from shardkeep.freeze import Frozen
+from shardkeep.memory import host_bytes, is_direct
 from shardkeep.storage import Storage, Writer
 from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
@@ -107,8 +108,8 @@ def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> N
     else:
         box = shard.header.box
         tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
-        if stage.is_direct(tensor):
-            for part in _parts(stage.host_bytes(tensor), sink.chunk_bytes):
+        if is_direct(tensor):
+            for part in _parts(host_bytes(tensor), sink.chunk_bytes):
                 _check_stop(job)
                 sink.add(part)
         else:
