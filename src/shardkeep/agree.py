@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from shardkeep import commit, manifest, plan
+from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.coordinate import Coordinator
-from shardkeep.errors import InvalidState, NoSpace
+from shardkeep.errors import InvalidState, LoadFailed, NoSpace
 from shardkeep.storage import Storage
 from shardkeep.types import Captured, ShardHeader, Target, TensorInfo
 
@@ -69,6 +70,17 @@ def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config
     elif not _sees_nonce(target.storage, opened["attempt"]):
         _other_directory(target)
     return Agreement(attempt=opened["attempt"], chosen=chosen.chosen, tensors=chosen.tensors)
+
+
+def same_for_all(ranks: Coordinator, catalog: Catalog) -> Catalog:
+    """The catalog, if all ranks have opened the same attempt; LoadFailed if a save replaced it while they did."""
+    attempt = catalog.manifest.attempt if catalog.manifest else catalog.url
+    found = ranks.gather("opened", attempt)
+    if found is not None and catalog.manifest and len(set(found)) > 1:
+        raise LoadFailed("ranks opened different attempts: the checkpoint was replaced meanwhile, or directories differ",
+                         path=catalog.url, expected=found[0], got=next(a for a in found if a != found[0]),
+                         remedy="Load again.")
+    return catalog
 
 
 def fingerprint(captured: Captured, headers: list[ShardHeader]) -> str:

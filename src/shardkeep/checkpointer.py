@@ -15,25 +15,31 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import torch
 
-from shardkeep import commit, plan, stage, write
-from shardkeep.agree import Agreement, agree
+from shardkeep import commit, plan, write
+from shardkeep.agree import Agreement, agree, same_for_all
 from shardkeep.capture import capture as take_apart
+from shardkeep.catalog import resolve as catalog_of
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, RemoteError, open_session, sharing
-from shardkeep.errors import DeadlineExceeded, SaveFailed
+from shardkeep.coordinate import Coordinator, RemoteError, open_session, session, sharing
+from shardkeep.errors import LoadFailed, SaveFailed
 from shardkeep.freeze import Frozen, freeze
 from shardkeep.handle import SaveHandle, background
+from shardkeep.load import check_targets, load_value, read_common, read_object, read_tensors
+from shardkeep.manifest import MANIFEST
 from shardkeep.phases import Phases
-from shardkeep.storage import storage_for
-from shardkeep.types import Manifest, RankResult, SaveReport, Target
+from shardkeep.restore import Difference, Template, compare, require_equal, template
+from shardkeep.storage import Storage, storage_for
+from shardkeep.types import Captured, LoadReport, Manifest, RankResult, SaveReport, Target
 
+T = TypeVar("T", bound=Template)
+Judge = Callable[[Difference, str], Any]
 Pathlike = str | os.PathLike[str]
 
 
@@ -82,7 +88,10 @@ class Begun:
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-def begin(state: Mapping[str, Any], target: Target, config: Config, *, snapshot: bool) -> Begun:
+def begin(
+    state: Mapping[str, Any], target: Target, config: Config, *, snapshot: bool,
+    take_apart: Callable[[Mapping[str, Any]], Captured] = take_apart,
+) -> Begun:
     """Capture, agree with the other ranks, freeze what may change: the part that holds the training thread."""
     phases = Phases("save", target.storage.url)
     ranks = open_session(f"save {target.storage.url}", config.deadline_s)
@@ -145,7 +154,7 @@ def _commit(begun: Begun, result: RankResult) -> Manifest:
     knows whether they count."""
     try:
         results = begun.ranks.gather("written", msgspec.to_builtins(result))
-    except (RemoteError, SaveFailed, DeadlineExceeded) as e:
+    except BaseException as e:
         if begun.ranks.rank == 0 or isinstance(e, RemoteError):
             _remove(begun, list(result.files))
         raise
@@ -163,3 +172,48 @@ def _remove(begun: Begun, files: list[str]) -> None:
     commit.remove_files(begun.target.storage, files)
     if begun.ranks.rank == 0:
         commit.abandon(begun.target.storage, begun.agreement.attempt)
+
+
+def load(state: Mapping[str, Any], path: Pathlike, *, strict: bool = True, config: Config | None = None) -> LoadReport:
+    """Load the checkpoint `path` into `state`, in place: tensors are filled, plain values replaced. Any layout loads into any.
+
+    Raises NotCommitted, MissingKey, UnexpectedKey (unless not `strict`), Mismatch before anything in `state` has changed;
+    Corrupt or LoadFailed if stored bytes turn out to be wrong or unreadable, on every rank."""
+    return load_from(storage_for(path), resolve(config), lambda: template(state), strict_rule(strict))[1]
+
+
+def load_from(
+    storage: Storage, config: Config, make_template: Callable[[], T], judge: Judge, *, manifest_name: str = MANIFEST
+) -> tuple[T, LoadReport, Any]:
+    """`load` in its general form: the template, the report, and what `judge` made of the difference between the keys."""
+    phases = Phases("load", storage.url)
+    with shared_load(f"load {storage.url}", config) as ranks:
+        with phases("plan"):
+            catalog = same_for_all(ranks, catalog_of(storage, manifest_name))
+            wanted = make_template()
+            difference = compare(ranks, catalog, [t.key for t in wanted.targets] + wanted.values)
+            judged = judge(difference, storage.url)
+            absent = frozenset(difference.missing)
+            targets = [t for t in wanted.targets if t.key not in absent]
+            check_targets(catalog, targets)
+            ranks.settle("checked")
+        with phases("read"):
+            num_bytes, read_bytes = read_tensors(storage, catalog, targets, config)
+            values = {k: load_value(read_object(storage, catalog, k), k) for k in wanted.values if k not in absent}
+            common = read_common(storage, catalog)
+        with phases("restore"):
+            wanted.restore(values, common, absent)
+            ranks.settle("loaded")
+    report = LoadReport(path=storage.url, num_bytes=num_bytes, read_bytes=read_bytes, seconds=dict(phases.seconds),
+                        missing=difference.missing, unexpected=difference.unexpected)
+    return wanted, report, judged
+
+
+def strict_rule(strict: bool) -> Judge:
+    """The rule of `load`: raise at any difference, or at none."""
+    return require_equal if strict else lambda difference, path: None
+
+
+def shared_load(purpose: str, config: Config) -> AbstractContextManager[Coordinator]:
+    """A session whose errors are a load's."""
+    return session(purpose, config.deadline_s, LoadFailed)

@@ -46,6 +46,9 @@ class Coordinator(Protocol):
     def scatter(self, name: str, values: list[Any] | None = None) -> Any:
         """`values[rank]` of rank 0's list, on each rank."""
 
+    def settle(self, name: str) -> None:
+        """Every rank has come this far without an error; raises the shared error otherwise."""
+
     def fail(self, error: BaseException) -> ShardkeepError:
         """Tell the others; returns the session's error, which is the first that any rank reported."""
 
@@ -119,6 +122,9 @@ class Alone:
         assert values is not None
         return _through_wire(values[0])
 
+    def settle(self, name: str) -> None:
+        pass
+
     def fail(self, error: BaseException) -> ShardkeepError:
         return error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
 
@@ -135,7 +141,7 @@ class _Caller:
     """Runs store calls on a daemon thread. A call that hangs is abandoned together with its thread."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="shardkeep-store", daemon=True).start()
 
     def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
@@ -148,12 +154,17 @@ class _Caller:
                                    remedy="Its process has died or is stopped.") from None
 
     def _run(self) -> None:
-        while True:
-            future, call = self._calls.get()
+        while (item := self._calls.get()) is not None:
+            future, call = item
             try:
                 future.set_result(call())
             except BaseException as e:
                 future.set_exception(e)
+            del item, future, call  # they may hold the store of a group that is gone
+
+    def close(self) -> None:
+        """End the thread, unless a call holds it."""
+        self._calls.put(None)
 
 
 class _Meeting:
@@ -166,7 +177,7 @@ class _Meeting:
         self._number = 0
         self._lock = threading.Lock()
         self.call = _Caller()
-        self.store = _connect(self.rank, self.world_size)
+        self.store = _connect(self.call, self.rank)
         me = f"{socket.gethostname()}, pid {os.getpid()}"
         self.call(lambda: self.store.set(f"who/{self.rank}", me), _ANSWER_S)
 
@@ -220,6 +231,10 @@ class _Session:
             encoded = [msgspec.msgpack.encode(v) for v in values]
             self._call(lambda store: store.multi_set(keys, encoded))
         return self._receive(self._key(f"{name}/{self.rank}"), name)
+
+    def settle(self, name: str) -> None:
+        self.gather(name, None)
+        self.broadcast(f"{name}-all")
 
     def _receive(self, key: str, name: str) -> Any:
         """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others wait a little longer."""
@@ -301,14 +316,15 @@ def _meeting() -> _Meeting:
     global _current  # one default process group per process, as torch has it
     group = dist.distributed_c10d._get_default_group()
     if _current is None or _current.group is not group:
+        if _current is not None:
+            _current.call.close()
         _current = _Meeting(group)
     return _current
 
 
-def _connect(rank: int, world_size: int) -> Any:
+def _connect(caller: _Caller, rank: int) -> Any:
     """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but never waited on."""
     default = dist.distributed_c10d._get_default_store()
-    caller = _Caller()
     key = "shardkeep/store"
     if rank == 0:
         server = dist.TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)

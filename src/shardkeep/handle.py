@@ -21,62 +21,76 @@ log = logging.getLogger("shardkeep")
 T = TypeVar("T")
 
 
-class SaveHandle(Generic[T]):
-    """Returned by everything that saves in the background. `await handle` or `handle.wait()` gives the report."""
+class Handle(Generic[T]):
+    """Work in a thread: `handle.wait()` or `await handle` gives its result or raises its error."""
 
-    def __init__(self, cancel: Callable[[], None] | None = None) -> None:
-        self._captured: Future[None] = Future()
+    def __init__(self) -> None:
         self._result: Future[T] = Future()
-        self._cancel = cancel
         self._asked = False
 
-    def wait_captured(self, timeout_s: float | None = None) -> None:
-        """Block until the state has been copied and may change. Raises the save's error, or TimeoutError."""
-        self._captured.result(timeout_s)
-
     def wait(self, timeout_s: float | None = None) -> T:
-        """Block until the checkpoint is committed and return the report. Raises the save's error, or TimeoutError."""
+        """Block until the work has ended; its result, its error, or TimeoutError."""
         self._asked = True
         return self._result.result(timeout_s)
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other; raises its error if it failed."""
+        """Whether the work has ended; raises its error if it failed."""
         if self._result.done():
             self.wait()
         return self._result.done()
+
+    def ended(self) -> bool:
+        """Whether the work has ended, well or badly."""
+        return self._result.done()
+
+    def unseen_error(self) -> BaseException | None:
+        """The error of work that has failed and whose handle nobody asked."""
+        return self._result.exception() if self.ended() and not self._asked else None
+
+    def __await__(self) -> Generator[object, None, T]:
+        self._asked = True
+        return asyncio.wrap_future(self._result).__await__()
+
+    def run(self, work: Callable[[], T]) -> None:
+        """Do the work on the calling thread and settle the handle."""
+        try:
+            self._result.set_result(work())
+        except BaseException as e:
+            self._result.set_exception(e)
+
+
+class SaveHandle(Handle[T]):
+    """A save in the background: two moments to wait for, captured and committed."""
+
+    def __init__(self, cancel: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._captured: Future[None] = Future()
+        self._cancel = cancel
+
+    def wait_captured(self, timeout_s: float | None = None) -> None:
+        """Block until the state is copied and may change. Raises the save's error, or TimeoutError."""
+        self._captured.result(timeout_s)
+
+    async def captured(self) -> None:
+        """As `wait_captured`, for asyncio."""
+        await asyncio.wrap_future(self._captured)
 
     def cancel(self) -> None:
         """Ask the save to stop. `wait` then raises Cancelled, unless the commit was already under way."""
         if self._cancel:
             self._cancel()
 
-    async def captured(self) -> None:
-        """As `wait_captured`, for asyncio."""
-        await asyncio.wrap_future(self._captured)
-
-    def __await__(self) -> Generator[object, None, T]:
-        self._asked = True
-        return asyncio.wrap_future(self._result).__await__()
-
-    # -- for those who run the save
-
     def set_captured(self) -> None:
-        """The state is copied and may change."""
+        """Said by whoever runs the save: the state is copied."""
         self._captured.set_result(None)
 
     def run(self, work: Callable[[], T]) -> None:
-        """Do the work and settle the handle with its result or error."""
-        try:
-            result = work()
-        except BaseException as e:
-            log.error("save failed: %s", e)
-            if not self._captured.done():
-                self._captured.set_exception(e)
-            self._result.set_exception(e)
-            return
+        super().run(work)
+        error = self._result.exception()
+        if error:
+            log.error("save failed: %s", error)
         if not self._captured.done():
-            self._captured.set_result(None)
-        self._result.set_result(result)
+            self._captured.set_exception(error) if error else self._captured.set_result(None)
 
 
 class Background:
@@ -100,16 +114,16 @@ class Background:
     def raise_unseen(self) -> None:
         """Raise the error of a save that ended badly and whose handle nobody asked. Called by the next save."""
         with self._lock:
-            ended = [h for h in self._handles if h._result.done()]
-            self._handles = [h for h in self._handles if not h._result.done()]
+            ended = [h for h in self._handles if h.ended()]
+            self._handles = [h for h in self._handles if not h.ended()]
         for handle in ended:
-            error = handle._result.exception()
-            if error and not handle._asked and not isinstance(error, Cancelled):
+            error = handle.unseen_error()
+            if error and not isinstance(error, Cancelled):
                 raise error
 
     def in_flight(self) -> int:
         with self._lock:
-            return sum(not h._result.done() for h in self._handles)
+            return sum(not h.ended() for h in self._handles)
 
     def _say_waiting(self) -> None:
         if self.in_flight():

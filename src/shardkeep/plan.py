@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from shardkeep import reshard
 from shardkeep.config import MIB, Config
 from shardkeep.errors import InvalidState
 from shardkeep.frame import frame
@@ -100,28 +101,13 @@ def _check_tiling(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     for box in boxes:
         if any(o < 0 or o + n > s for o, n, s in zip(box.offset, box.shape, shape, strict=True)):
             raise InvalidState("a shard lies outside its tensor", key=key, expected=f"inside {shape}", got=str(box))
-    overlap = find_overlap(boxes)
+    overlap = reshard.overlap(boxes)
     if overlap:
-        raise InvalidState("shards overlap", key=key, expected="disjoint boxes", got=f"{overlap[0]} and {overlap[1]}")
+        a, b = (reshard.show(boxes[i]) for i in overlap)
+        raise InvalidState("shards overlap", key=key, expected="disjoint boxes", got=f"{a} and {b}")
     covered, wanted = sum(b.numel for b in boxes), math.prod(shape)
     if covered != wanted:
         raise InvalidState("shards leave a gap", key=key, expected=f"{wanted} elements of shape {shape}", got=covered)
-
-
-def find_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. Sweeps along the axis with the most distinct offsets, so that for the
-    grids of real layouts few boxes are open at a time."""
-    if len(boxes) < 2 or not boxes[0].shape:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    axis = max(range(len(boxes[0].shape)), key=lambda d: len({b.offset[d] for b in boxes}))
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offset[axis]):
-        open_boxes = [b for b in open_boxes if b.offset[axis] + b.shape[axis] > box.offset[axis]]
-        for other in open_boxes:
-            if box.intersect(other):
-                return other, box
-        open_boxes.append(box)
-    return None
 
 
 def layout(

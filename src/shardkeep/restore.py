@@ -6,16 +6,22 @@ collective, since each rank of a model asks for its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
 from shardkeep.capture import capture, has_megatron_objects
-from shardkeep.catalog import Catalog
+from shardkeep.catalog import Catalog, resolve
+from shardkeep.config import Config
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import MissingKey, UnexpectedKey
 from shardkeep.load import Target as ReadTarget
-from shardkeep.types import Path, TensorShard
+from shardkeep.load import load_value, read_object, read_tensors
+from shardkeep.storage import Storage
+from shardkeep.types import Path, TensorShard, dtype_named, whole
 
 
 class Template(Protocol):
@@ -24,8 +30,13 @@ class Template(Protocol):
     targets: list[ReadTarget]
     values: list[str]
 
-    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
-        """Put loaded objects and the checkpoint's common values back, after the targets have been filled."""
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
+        """Put loaded objects and the checkpoint's common values back, after the targets have been filled. `absent`: keys that were
+        asked for and are not stored."""
+
+    @property
+    def loaded(self) -> Any:
+        """The restored state, in the shape that the caller expects a load to return."""
 
 
 def template(state: Mapping[str, Any]) -> Template:
@@ -50,7 +61,11 @@ class PlainTemplate:
         ]
         self.values = [s.header.key for s in captured.shards if not isinstance(s, TensorShard)]
 
-    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
+    @property
+    def loaded(self) -> Mapping[str, Any]:
+        return self._state
+
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
         for key in self.values:
             if key in values:
                 put_at(self._state, self._paths[key], values[key])
@@ -80,15 +95,16 @@ def compare(ranks: Coordinator, catalog: Catalog, wanted: Iterable[str]) -> Diff
 def require_equal(difference: Difference, path: str) -> None:
     """The strict rule: MissingKey or UnexpectedKey, naming the first keys."""
     if difference.missing:
-        raise MissingKey(f"the checkpoint lacks {_some(difference.missing)}", path=path,
+        raise MissingKey(f"the checkpoint lacks {some(difference.missing)}", path=path,
                          remedy="Pass strict=False to load what is there.")
     if difference.unexpected:
-        raise UnexpectedKey(f"the state does not ask for {_some(difference.unexpected)}", path=path,
+        raise UnexpectedKey(f"the state does not ask for {some(difference.unexpected)}", path=path,
                             remedy="Pass strict=False to leave them out.")
 
 
-def _some(keys: tuple[str, ...]) -> str:
-    shown = ", ".join(f"'{k}'" for k in keys[:10])
+def some(keys: Collection[str]) -> str:
+    """The first few keys, for a message."""
+    shown = ", ".join(f"'{k}'" for k in sorted(keys)[:10])
     return shown + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
 
 
@@ -119,3 +135,13 @@ def _own_key(container: Any, step: str | int) -> Any:
     if not isinstance(container, Mapping) or step in container:
         return step
     return next((k for k in container if str(k) == step), step)
+
+
+def read_nested(storage: Storage, manifest_name: str, config: Config) -> dict[str, Any]:
+    """A whole checkpoint of the `dcp` dialect as a new nested dict; for states that are small, such as a trainer's."""
+    catalog = resolve(storage, manifest_name)
+    tensors = {k: torch.empty(i.shape, dtype=dtype_named(i.dtype)) for k, i in catalog.tensors.items()}
+    targets = [ReadTarget(key=k, box=whole(tuple(t.shape)), shape=tuple(t.shape), tensor=t) for k, t in tensors.items()]
+    read_tensors(storage, catalog, targets, config)
+    values = {k: load_value(read_object(storage, catalog, k), k) for k in catalog.objects}
+    return unflatten_state_dict(tensors | values, {k: tuple(p) for k, p in catalog.paths.items()})

@@ -55,13 +55,6 @@ class Ring:
                 self._idle.append(slots)
                 self._changed.notify()
 
-    def allocate_all(self) -> None:
-        """Allocate and pin what is still missing, ahead of the first save."""
-        with self._changed:
-            while self._left_to_allocate:
-                self._left_to_allocate -= 1
-                self._idle.append((allocate(self.slot_bytes), allocate(self.slot_bytes)))
-
     def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
         with self._changed:
             while not self._idle and not self._left_to_allocate:

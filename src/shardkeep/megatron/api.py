@@ -70,13 +70,10 @@ def load(
     _check_strategies(sharded_strategy, common_strategy)
     with as_megatron_errors():
         rule = Strictness.of(strict)
-        loading = checkpointer.Loading(storage_for(checkpoint_dir), resolve(None))
-        template, missing, unexpected = loading.run(
-            lambda: MegatronTemplate(sharded_state_dict), rule.judge, check_cover=validate_access_integrity
+        template, _, (missing, unexpected) = checkpointer.load_from(
+            storage_for(checkpoint_dir), resolve(None), lambda: MegatronTemplate(sharded_state_dict), rule.judge
         )
-    if rule.returns_keys:
-        return template.loaded, missing, unexpected
-    return template.loaded
+    return (template.loaded, missing, unexpected) if rule.returns_keys else template.loaded
 
 
 class PendingSave:

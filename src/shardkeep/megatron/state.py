@@ -109,15 +109,14 @@ class MegatronTemplate:
 
     ShardedTensors without data get an empty CPU tensor. `loaded` is what `dist_checkpointing.load` would return."""
 
-    def __init__(self, state: Mapping[str, Any], leave_out: set[str] | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
         self._apart = take_apart(state)
-        self._left_out = leave_out or set()
         for _, sharded in self._apart.tensors:
             if sharded.data is None:
                 sharded.init_data("cpu", torch.zeros if sharded.allow_shape_mismatch else torch.empty)
-        self.targets = [self._target(s) for _, s in self._apart.tensors if s.key not in self._left_out]
-        self.values = [o.unique_key for _, o in self._apart.objects if o.key not in self._left_out]
+        self.targets = [self._target(s) for _, s in self._apart.tensors]
+        self.values = [o.unique_key for _, o in self._apart.objects]
         self.loaded: dict[Any, Any] = {}
 
     def _target(self, sharded: ShardedTensor) -> ReadTarget:
@@ -128,20 +127,21 @@ class MegatronTemplate:
         return ReadTarget(key=sharded.key, box=box, shape=tuple(sharded.global_shape), tensor=tensor, cast=True,
                           clip=sharded.allow_shape_mismatch)
 
-    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any]) -> None:
+    def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
         """Assemble `loaded`, and bring the state itself up to date: objects, factories' tensors, common values."""
         self.loaded = _copied(common)
         for path, value in self._apart.local:
             self._place(path, value)
         for path, sharded in self._apart.tensors:
-            if sharded.key not in self._left_out:
+            if sharded.key not in absent:
                 self._place(path, sharded.data)
         for path, stored in self._apart.objects:
-            if stored.key not in self._left_out:
+            if stored.unique_key not in absent:
                 stored.data = values[stored.unique_key][0]
                 self._place(path, stored.data)
         for path, factory in self._apart.factories:
-            self._merge(path, factory)
+            if not any(s.key in absent for p, s in self._apart.tensors if p[: len(path)] == path):
+                self._merge(path, factory)
         _overwrite_common(self._state, self._apart.common, common)
 
     def _merge(self, path: Path, factory: ShardedTensorFactory) -> None:

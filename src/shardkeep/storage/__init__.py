@@ -6,6 +6,8 @@ method may be called from any thread. Nothing here knows what a checkpoint is.
 
 from __future__ import annotations
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -58,6 +60,15 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens if there is none."""
+
+    def child(self, name: str) -> Storage:
+        """The storage of a directory in this one, which need not exist."""
+
+    def directories(self) -> list[str]:
+        """Names of the directories directly in this one; empty if it does not exist."""
+
+    def remove_tree(self) -> None:
+        """Remove the directory and all that is in it; nothing happens if there is none."""
 
     def sync(self) -> None:
         """Make all creations, replacements and deletions so far durable."""

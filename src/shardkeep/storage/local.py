@@ -55,6 +55,20 @@ class LocalStorage:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
+    def child(self, name: str) -> LocalStorage:
+        return LocalStorage(self._path(name))
+
+    def directories(self) -> list[str]:
+        try:
+            with os.scandir(self.url) as entries:
+                return [e.name for e in entries if e.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def remove_tree(self) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.url)
+
     def sync(self) -> None:
         _sync_directory(self.url)
 

@@ -1,0 +1,205 @@
+"""A run: numbered steps under one root, each made of named components that commit together.
+
+    run = sk.Run(root, keep=3)
+    with run.step(100) as step:              # on every rank
+        step.save("policy", policy_state)
+        step.put("trainer", {"epoch": 1})
+    run.load(components={"policy": policy_state, "trainer": trainer_state})
+
+Discovery always goes by what is committed; pointer files of other tools are never asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from shardkeep import checkpointer
+from shardkeep import manifest as names
+from shardkeep.config import Config, resolve
+from shardkeep.coordinate import Coordinator, open_session, sharing
+from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
+from shardkeep.handle import SaveHandle, background
+from shardkeep.restore import template
+from shardkeep.retention import remove_step, surplus
+from shardkeep.step import StepManifest, commit_step, read_step
+from shardkeep.storage import Storage, storage_for
+from shardkeep.types import SaveReport, StepReport, Target
+
+_COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Run:
+    """See the module. `keep`: how many committed steps stay (None: all); multiples of `keep_every` stay as well. `step_name`
+    is a format with one integer field, such as "step_{}" or "iter_{:07d}"."""
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep: int | None = None, keep_every: int | None = None,
+        step_name: str = "step_{}", config: Config | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self._root = storage_for(root)
+        self._keep, self._keep_every = keep, keep_every
+        self._step_name = step_name
+        self._config = resolve(config)
+
+    def step(self, step: int) -> Step:
+        """A context in which components are saved. Commits on exit; on an exception nothing of it will count."""
+        return Step(self, step)
+
+    def save_async(self, step: int, components: Mapping[str, Mapping[str, Any]]) -> SaveHandle[StepReport]:
+        """Save a whole step in the background; returns once all components are copied to host memory. Collective."""
+        begun = {name: self._begin(step, name, state) for name, state in components.items()}
+        ranks = open_session(f"step {self.storage_of(step).url}", self._config.deadline_s)
+
+        def finish() -> StepReport:
+            reports = {name: checkpointer.finish(b) for name, b in begun.items()}
+            with sharing(ranks, SaveFailed):
+                report = self._commit(ranks, step, reports)
+            ranks.finish()
+            return report
+
+        return background.submit(finish, cancel=lambda: [b.stop.set() for b in begun.values()])
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending, as this process sees the root. Not collective."""
+        return sorted(s for s in self._numbered() if read_step(self.storage_of(s)))
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None. Not collective."""
+        for step in sorted(self._numbered(), reverse=True):
+            if read_step(self.storage_of(step)):
+                return step
+        return None
+
+    def load(self, step: int | None = None, *, components: Mapping[str, Mapping[str, Any]], strict: bool = True) -> int:
+        """Load components of a step (None: the latest) into the given states, in place; returns the step. Collective."""
+        with checkpointer.shared_load(f"load {self._root.url}", self._config) as ranks:
+            found = ranks.broadcast("step", self._choose(step) if ranks.rank == 0 else None)
+        chosen, attempts = found
+        for name, state in components.items():
+            if name not in attempts:
+                raise NotCommitted(f"step {chosen} has no component '{name}'", path=self.storage_of(chosen).url,
+                                   expected=name, got=", ".join(sorted(attempts)))
+            checkpointer.load_from(
+                self.storage_of(chosen).child(name), self._config, lambda state=state: template(state),
+                checkpointer.strict_rule(strict), manifest_name=names.attempt_manifest_name(attempts[name]),
+            )
+        return int(chosen)
+
+    # -- for Step and Dispatch
+
+    def storage_of(self, step: int) -> Storage:
+        return self._root.child(self._step_name.format(step))
+
+    def target(self, step: int, component: str, attached: dict[str, bytes] | None = None) -> Target:
+        """Where a component of a step is saved, under the rules of a run."""
+        if not _COMPONENT.fullmatch(component):
+            raise InvalidState("a component's name must be a plain file name", got=component)
+        return Target(storage=self.storage_of(step).child(component), overwrite=True, step=step, keep_previous=True,
+                      attached=attached or {})
+
+    def commit(self, step: int, reports: dict[str, SaveReport]) -> StepReport:
+        """Commit a step whose components are saved, then remove surplus steps. One process calls this."""
+        report = commit_step(self.storage_of(step), step, reports, durable=self._config.durable)
+        if self._config.durable:
+            self._root.sync()
+        for old in surplus(self.steps(), self._keep, self._keep_every):
+            remove_step(self.storage_of(old), durable=self._config.durable)
+        for dead in self._numbered():  # older steps that never committed can no longer do so
+            if dead < step and not read_step(self.storage_of(dead)):
+                self._remove_dead(dead)
+        return report
+
+    def step_manifest(self, step: int | None) -> StepManifest:
+        """The manifest of a committed step (None: the latest). NotCommitted, with what there is."""
+        chosen = self.latest() if step is None else step
+        manifest = None if chosen is None else read_step(self.storage_of(chosen))
+        if manifest is None:
+            what = "no step is committed" if step is None else f"step {step} is not committed"
+            raise NotCommitted(what, path=self._root.url, expected="a committed step", got=f"committed: {self.steps()}")
+        return manifest
+
+    def _begin(self, step: int, name: str, state: Mapping[str, Any]) -> checkpointer.Begun:
+        return checkpointer.begin(state, self.target(step, name), self._config, snapshot=True)
+
+    def _commit(self, ranks: Coordinator, step: int, reports: dict[str, SaveReport]) -> StepReport:
+        """All ranks report that they are through; rank 0 commits; all learn of it."""
+        ranks.gather("components", sorted(reports))
+        wire = None
+        if ranks.rank == 0:
+            wire = msgspec.to_builtins(self.commit(step, reports))
+        return msgspec.convert(ranks.broadcast("step", wire), StepReport)
+
+    def _choose(self, step: int | None) -> tuple[int, dict[str, str]]:
+        manifest = self.step_manifest(step)
+        return manifest.step, {name: c.attempt for name, c in manifest.components.items()}
+
+    def _numbered(self) -> list[int]:
+        head, _, tail = self._step_name.partition("{")
+        pattern = re.compile(re.escape(head) + r"(\d+)" + re.escape(tail.partition("}")[2]))
+        found = (pattern.fullmatch(name) for name in self._root.directories())
+        return [int(m[1]) for m in found if m and self._step_name.format(int(m[1])) == m[0]]
+
+    def _remove_dead(self, step: int) -> None:
+        """Remove a step directory that holds nothing but what an interrupted save of ours left there."""
+        storage = self.storage_of(step)
+        ours = all(self._is_ours(storage.child(c)) for c in storage.directories())
+        if ours and set(storage.sizes()) <= {names.STEP_MANIFEST, f"{names.STEP_MANIFEST}.tmp"}:
+            remove_step(storage, durable=self._config.durable)
+
+    @staticmethod
+    def _is_ours(component: Storage) -> bool:
+        return any(n.startswith("shardkeep.") for n in component.sizes()) or not component.sizes()
+
+
+@dataclass(slots=True)
+class Step:
+    """A step being saved; see `Run.step`. Every method is collective."""
+
+    run: Run
+    number: int
+    _reports: dict[str, SaveReport] | None = None
+    report: StepReport | None = None
+
+    def __enter__(self) -> Step:
+        self._reports = {}
+        return self
+
+    def save(self, component: str, state: Mapping[str, Any]) -> SaveReport:
+        """Save a component; it counts once the step is committed."""
+        return self._keep(component, lambda: checkpointer.save_to(state, self.run.target(self.number, component), self.run._config))
+
+    def put(self, component: str, values: Mapping[str, Any]) -> SaveReport:
+        """Save plain values, equal on all ranks, as a component."""
+        return self.save(component, values)
+
+    def put_files(self, component: str, files: Mapping[str, bytes]) -> SaveReport:
+        """Save files for other tools (tokenizer, config) as a component, readable under their own names in its directory."""
+        target = self.run.target(self.number, component, attached=dict(files))
+        return self._keep(component, lambda: checkpointer.save_to(dict(files), target, self.run._config))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ranks = open_session(f"step {self.run.storage_of(self.number).url}", self.run._config.deadline_s)
+        if error is not None:
+            ranks.fail(error)
+            return
+        assert self._reports is not None
+        with sharing(ranks, SaveFailed):
+            self.report = self.run._commit(ranks, self.number, self._reports)
+        ranks.finish()
+
+    def _keep(self, component: str, save: Callable[[], SaveReport]) -> SaveReport:
+        if self._reports is None:
+            raise InvalidState("a step's components are saved inside its `with` block", key=component)
+        if component in self._reports:
+            raise InvalidState("the component is already saved in this step", key=component)
+        self._reports[component] = save()
+        return self._reports[component]
