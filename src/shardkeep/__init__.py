@@ -19,14 +19,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardkeep import errors
-from shardkeep.catalog import is_committed_path as is_committed
-from shardkeep.checkpointer import load, save, save_async
+from shardkeep.checkpointer import is_committed, load, save, save_async
 from shardkeep.config import Config
 from shardkeep.handle import SaveHandle
-from shardkeep.inspect import Checkpoint, inspect
+#INSPECT from shardkeep.inspect import Checkpoint, inspect
 from shardkeep.run import Run
 from shardkeep.types import LoadReport, SaveReport, StepReport, VerifyReport
-from shardkeep.verify import verify
+#VERIFY from shardkeep.verify import verify
 
 if TYPE_CHECKING:
     from shardkeep import megatron, ray

@@ -25,6 +25,7 @@ import msgspec
 from shardkeep import commit, plan, write
 from shardkeep.agree import Agreement, agree, same_for_all
 from shardkeep.capture import capture as take_apart
+from shardkeep.catalog import is_committed as committed
 from shardkeep.catalog import resolve as catalog_of
 from shardkeep.config import Config, resolve
 from shardkeep.coordinate import Coordinator, RemoteError, open_session, session, sharing
@@ -207,6 +208,11 @@ def load_from(
     report = LoadReport(path=storage.url, num_bytes=num_bytes, read_bytes=read_bytes, seconds=dict(phases.seconds),
                         missing=difference.missing, unexpected=difference.unexpected)
     return wanted, report, judged
+
+
+def is_committed(path: Pathlike) -> bool:
+    """Whether `path` holds a committed checkpoint, ours or another tool's. Not collective."""
+    return committed(storage_for(path))
 
 
 def strict_rule(strict: bool) -> Judge:

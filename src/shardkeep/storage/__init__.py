@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -81,3 +82,10 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int:
         """Room for more bytes, or a very large number if the backend has no limit."""
+
+
+def storage_for(path: str | os.PathLike[str]) -> Storage:
+    """The storage of the directory that a user names."""
+    from shardkeep.storage.local import LocalStorage
+
+    return LocalStorage(path)
