@@ -7,6 +7,7 @@ another tool's `.metadata` goes through the allow-list of `foreign.py`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ from shardkeep.manifest import (
     index_name,
     is_attempt_file,
 )
-from shardkeep.storage import Storage
+from shardkeep.storage import Storage, storage_for
 from shardkeep.types import Dialect, Item, Manifest, StoredFile, TensorInfo
 
 METADATA = ".metadata"
+_COMMON_KEY = "common_state/shard_0_1"  # megatron-core >= 0.19
 _ATTEMPT_MANIFEST = re.compile(r"shardkeep\.(\d{17})\.json")
 _TRIES = 5  # a reader may meet a save that replaces the manifest and removes the old files
 
@@ -35,7 +37,8 @@ _TRIES = 5  # a reader may meet a save that replaces the manifest and removes th
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     """A committed checkpoint as its readers see it. `manifest` is None for another tool's; then nothing has checksums and the
-    `payload_offset` of tensor items is -1 (their own zip directory has it). `common` names the file of plain values, if any.
+    `payload_offset` of tensor items is -1 (their own zip directory has it). `common` names the file of plain values, if any;
+    `common_item` is the item that holds them instead from megatron-core 0.19, and is not in `items`.
     `mcore` holds, for a foreign Megatron checkpoint, what it adds per key (`nd_reformulated_orig_global_shape`)."""
 
     url: str
@@ -49,6 +52,7 @@ class Catalog:
     common: str | None
     manifest: Manifest | None
     mcore: dict[str, dict[str, Any]] = field(default_factory=dict)
+    common_item: Item | None = None
 
     @property
     def objects(self) -> list[str]:
@@ -73,6 +77,11 @@ class Verdict:
 def is_committed(storage: Storage, manifest_name: str = MANIFEST) -> bool:
     """Whether the directory holds a committed checkpoint, ours or another tool's."""
     return judge(storage, manifest_name).error is None
+
+
+def is_committed_path(path: str | os.PathLike[str]) -> bool:
+    """Whether the directory `path` holds a committed checkpoint, of shardkeep, Megatron or torch DCP."""
+    return is_committed(storage_for(path))
 
 
 def committed_manifest(storage: Storage, manifest_name: str = MANIFEST) -> Manifest | None:
@@ -228,9 +237,11 @@ def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
 def read_foreign(storage: Storage, dialect: Dialect, sizes: dict[str, int]) -> Catalog:
     """The catalog of another tool's checkpoint: nothing is checksummed, sizes are what is on disk."""
     parsed = foreign.parse_metadata(storage.get(METADATA), f"{storage.url}/{METADATA}")
+    common = parsed.items.pop(_COMMON_KEY, None) if dialect == "megatron" else None
     return Catalog(
         url=storage.url, dialect=dialect, tensors=parsed.tensors, items=parsed.items,
         files={name: StoredFile(size=size, checksums=b"") for name, size in sizes.items() if name in parsed.files},
         checksum="none", chunk_bytes=1 << 20, paths=parsed.paths,
         common="common.pt" if dialect == "megatron" and "common.pt" in sizes else None, manifest=None, mcore=parsed.mcore,
+        common_item=common[0] if common else None,
     )

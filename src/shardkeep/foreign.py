@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardkeep.errors import Corrupt, UnsafePickle
+from shardkeep.storage import Reader
 from shardkeep.types import Box, Item, TensorInfo, dtype_name, dtype_named
 
 
@@ -339,8 +340,34 @@ class _ItemUnpickler(pickle.Unpickler):
 
 
 ReadAt = Callable[[int, int], bytes]
-_HEAD_BYTES = 4096  # holds data.pkl and the small records of a tensor's archive
+_HEAD_BYTES = 1024  # holds data.pkl and the small records of a tensor's archive
 _TAIL_BYTES = 2048  # holds its zip directory
+
+
+def cached_reads(item: Item, reader: Reader) -> ReadAt:
+    """Reads of one item's bytes that go to the file once for its head and once for its tail."""
+    pieces: list[tuple[int, bytes]] = []
+
+    def at(offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        try:
+            reader.read_into(offset, [memoryview(data)])
+        except EOFError as e:
+            raise Corrupt("a file is shorter than its items", file=item.file, key=item.key, expected=f"{offset + length} bytes",
+                          got=f"{reader.size} bytes") from e
+        return bytes(data)
+
+    def read(offset: int, length: int) -> bytes:
+        for start, data in pieces:
+            if start <= offset and offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        return at(offset, length)
+
+    head = min(item.length, _HEAD_BYTES)
+    pieces.append((item.offset, at(item.offset, head)))
+    tail = min(item.length, _TAIL_BYTES)
+    pieces.append((item.offset + item.length - tail, at(item.offset + item.length - tail, tail)))
+    return read
 
 
 def payload_offset(item: Item, read: ReadAt) -> int | None:

@@ -1,0 +1,351 @@
+"""Byte ranges of files -> memory of tensors: the threads of a load.
+
+In: for each file the segments wanted, each with a destination. Out: bytes read. Two kinds of work, in file order:
+
+- whole checksum chunks of one segment whose destination is plain memory: read straight into it, then checked there;
+- everything else (edges, small tensors, strided or device destinations): chunks are read into scratch, checked, and the
+  segments in them copied out. Small segments share a unit, so that each chunk is read once.
+
+A destination gets unchecked bytes only for as long as their checksum takes; a wrong one is raised, never returned from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from shardkeep.catalog import Catalog
+from shardkeep.config import MIB, Config
+from shardkeep.errors import Corrupt, LoadFailed
+from shardkeep.storage import Reader, Storage
+from shardkeep.types import dtype_named
+
+DIGEST_BYTES = 16
+DIRECT_BYTES = 4 * MIB  # read and checked at a time: still in the cache when the checksum follows the read
+_SKIP_BYTES = 64 << 10  # without checksums, bytes between two segments that are cheaper to read than to skip
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # any dtype of that size: bits are moved, not values
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype = ctypes.py_object
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITE = 0x200
+
+
+def memory(address: int, num_bytes: int) -> memoryview:
+    """Writable bytes at an address; the caller keeps the owner alive."""
+    return _view(address, num_bytes, _WRITE)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """A destination that plain bytes cannot fill: `out` (a view of the caller's tensor) takes a box whose elements lie
+    `strides` (in elements, one per dimension of `out`) apart in the segment."""
+
+    out: torch.Tensor
+    dtype: str
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A whole foreign item whose tensor is not stored row-major: torch loads it, `place` copies from it."""
+
+    key: str
+    place: Callable[[torch.Tensor], None]
+
+
+class Segment(NamedTuple):
+    """Bytes [start, end) of a file and where they go: an address, or something that takes more than copying bytes."""
+
+    start: int
+    end: int
+    address: int
+    special: Strided | None = None
+
+
+class Unit(NamedTuple):
+    """One read: [start, end) of a file, either straight to `address` or to the `segments` inside it."""
+
+    file: str
+    start: int
+    end: int
+    address: int
+    segments: Sequence[Segment]
+    archive: Archive | None = None
+
+
+def scratch_bytes(config: Config, catalog: Catalog) -> int:
+    """Scratch per slot: the configured slot, but room for a segment that touches three chunks."""
+    return max(config.slot_bytes, 3 * granule(catalog)) if catalog.checksum != "none" else config.slot_bytes
+
+
+def granule(catalog: Catalog) -> int:
+    """What reads are rounded to: a chunk where there are checksums, else nothing."""
+    return catalog.chunk_bytes if catalog.checksum != "none" else 1
+
+
+def units_of(file: str, size: int, segments: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
+    """Cut a file's segments into reads: direct ones of whole chunks, and packed ones of at most `scratch` bytes."""
+    pieces = []
+    direct = max(chunk, min(DIRECT_BYTES, scratch) // chunk * chunk)
+    least = chunk if chunk > 1 else min(256 << 10, scratch // 2)
+    for segment in segments:
+        start, end, address, special = segment
+        low = -(-start // chunk) * chunk
+        high = end if end == size else end // chunk * chunk
+        if special is not None or high - low < least:
+            pieces.append(segment)
+            continue
+        for at in range(low, high, direct):
+            yield Unit(file, at, min(at + direct, high), address + at - start, ())
+        if low > start:
+            pieces.append(Segment(start, low, address))
+        if end > high:
+            pieces.append(Segment(high, end, address + high - start))
+    pieces.sort(key=itemgetter(0))
+    yield from _packed(file, size, pieces, chunk, scratch)
+
+
+def _packed(file: str, size: int, pieces: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
+    skip = 0 if chunk > 1 else min(_SKIP_BYTES, scratch)
+    group: list[Segment] = []
+    start = end = 0
+    for piece in pieces:
+        low, high = piece[0] // chunk * chunk, min(size, -(-piece[1] // chunk) * chunk)
+        if group and low <= end + skip and high - start <= scratch:
+            group.append(piece)
+            end = max(end, high)
+            continue
+        if group:
+            yield Unit(file, start, end, 0, group)
+        group, start, end = [piece], low, high
+    if group:
+        yield Unit(file, start, end, 0, group)
+
+
+class Checker:
+    """Compares the chunks of a file with the checksums in the catalog; does nothing where there are none."""
+
+    def __init__(self, catalog: Catalog, *, on: bool = True) -> None:
+        self._catalog = catalog
+        self._chunk = catalog.chunk_bytes
+        self._on = on and catalog.checksum != "none"
+
+    def check(self, file: str, start: int, data: memoryview) -> None:
+        """`data` begins at `start`, a multiple of the chunk size, and ends with a chunk. `Corrupt` at the first wrong chunk."""
+        if not self._on:
+            return
+        checksums = self._catalog.files[file].checksums
+        chunk = self._chunk
+        number = start // chunk
+        for at in range(0, len(data), chunk):
+            got = xxhash.xxh3_128_digest(data[at : at + chunk])
+            expected = checksums[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+            if got != expected:
+                raise self._wrong(file, number, expected, got)
+            number += 1
+
+    def _wrong(self, file: str, number: int, expected: bytes, got: bytes) -> Corrupt:
+        low, high = number * self._chunk, (number + 1) * self._chunk
+        keys = sorted({i.key for items in self._catalog.items.values() for i in items
+                       if i.file == file and i.offset < high and i.offset + i.length > low})
+        return Corrupt("a chunk's checksum is wrong", file=file, path=self._catalog.url, chunk=number, offset=low,
+                       key=", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""),
+                       expected=expected.hex(), got=got.hex(), remedy="Load an earlier step; the stored file is damaged.")
+
+
+class Readers:
+    """Files opened at first use, shared by the threads, closed after the last unit that needs them."""
+
+    def __init__(self, storage: Storage, units: Sequence[Unit]) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._open: dict[str, Reader] = {}
+        self._left: dict[str, int] = {}
+        for unit in units:
+            self._left[unit.file] = self._left.get(unit.file, 0) + 1
+
+    def get(self, file: str) -> Reader:
+        with self._lock:
+            reader = self._open.get(file)
+            if reader is None:
+                reader = self._open[file] = self._storage.open(file)
+            return reader
+
+    def done(self, file: str) -> None:
+        with self._lock:
+            self._left[file] -= 1
+            reader = self._open.pop(file, None) if not self._left[file] else None
+        if reader is not None:
+            reader.close()
+
+    def close(self) -> None:
+        for reader in self._open.values():
+            reader.close()
+        self._open.clear()
+
+
+def read_checked(reader: Reader, checker: Checker, file: str, url: str, start: int, into: memoryview) -> None:
+    """Fill `into` from a file and check it; errors name the file."""
+    try:
+        reader.read_into(start, [into])
+    except EOFError as e:
+        raise Corrupt("a file is shorter than it was", file=file, path=url,
+                      expected=f"at least {start + len(into)} bytes", got=f"{reader.size} bytes") from e
+    checker.check(file, start, into)
+
+
+def fetch(storage: Storage, catalog: Catalog, units: list[Unit], config: Config, device: torch.device | None) -> int:
+    """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all threads and is raised."""
+    readers = Readers(storage, units)
+    shared = _Shared(units)
+    count = max(1, min(config.num_threads, len(units)))
+    workers = [_Worker(storage, catalog, readers, shared, scratch_bytes(config, catalog), device) for _ in range(count)]
+    threads = [threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True) for n, w in enumerate(workers[1:], 1)]
+    try:
+        for thread in threads:
+            thread.start()
+        workers[0].run()
+    finally:
+        shared.stopped = True  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
+        for thread in threads:
+            thread.join()
+        readers.close()
+    if shared.error is not None:
+        raise shared.error
+    return sum(unit.end - unit.start for unit in units)
+
+
+class _Shared:
+    """The queue of units, and the first error."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = iter(units)
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.stopped = False
+
+    def next(self) -> Unit | None:
+        with self._lock:
+            return None if self.error is not None or self.stopped else next(self._units, None)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = error
+
+
+class _Worker:
+    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors are on a device."""
+
+    def __init__(
+        self, storage: Storage, catalog: Catalog, readers: Readers, shared: _Shared, scratch: int, device: torch.device | None
+    ) -> None:
+        self._storage = storage
+        self._url = catalog.url
+        self._catalog = catalog
+        self._checker = Checker(catalog)
+        self._readers = readers
+        self._shared = shared
+        self._scratch_bytes = scratch
+        self._device = device
+        self._slots: list[torch.Tensor] = []
+        self._turn = 0
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._copied = [torch.cuda.Event(), torch.cuda.Event()]
+
+    def run(self) -> None:
+        try:
+            while (unit := self._shared.next()) is not None:
+                self._do(unit)
+                self._readers.done(unit.file)
+            if self._device is not None:
+                self._stream.synchronize()
+        except OSError as e:
+            error = Corrupt if isinstance(e, FileNotFoundError) else LoadFailed
+            found = error(f"a file cannot be read: {e}", path=self._url)
+            found.__cause__ = e
+            self._shared.fail(found)
+        except BaseException as e:
+            self._shared.fail(e)
+
+    def _do(self, unit: Unit) -> None:
+        reader = self._readers.get(unit.file)
+        if unit.archive is not None:
+            self._load_archive(reader, unit, unit.archive)
+        elif unit.address:
+            read_checked(reader, self._checker, unit.file, self._url, unit.start,
+                         memory(unit.address, unit.end - unit.start))
+        else:
+            slot = self._slot(unit.end - unit.start)
+            base = slot.data_ptr()
+            read_checked(reader, self._checker, unit.file, self._url, unit.start, memory(base, unit.end - unit.start))
+            for start, end, address, special in unit.segments:
+                if special is None:
+                    ctypes.memmove(address, base + start - unit.start, end - start)
+                else:
+                    self._place(special, slot, start - unit.start, end - start)
+            if self._device is not None:
+                self._copied[self._turn].record(self._stream)
+
+    def _slot(self, num_bytes: int) -> torch.Tensor:
+        """Scratch that no copy to the device is still reading."""
+        if not self._slots:
+            pinned = self._device is not None
+            self._slots = [torch.empty(self._scratch_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 + pinned)]
+        if self._device is not None:
+            self._turn = 1 - self._turn
+            self._copied[self._turn].synchronize()
+        assert num_bytes <= self._scratch_bytes
+        return self._slots[self._turn]
+
+    def _place(self, to: Strided, slot: torch.Tensor, offset: int, num_bytes: int) -> None:
+        out = to.out
+        dtype = dtype_named(to.dtype)
+        plain = out.device.type == "cpu" and out.dtype == dtype and not out.is_conj() and not out.is_neg()
+        if plain:  # numpy, for torch would start its own threads under ours
+            _copy_words(out, slot.data_ptr() + offset, to.strides, dtype.itemsize)
+            return
+        data = slot[offset : offset + num_bytes]
+        if data.data_ptr() % dtype.itemsize:
+            data = data.clone()  # items lie at any offset of a file, and torch's kernels want aligned memory
+        source = data.view(dtype).as_strided(tuple(out.shape), to.strides)
+        if out.device.type == "cpu":
+            out.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            out.copy_(source, non_blocking=True)
+            if data.data_ptr() != slot.data_ptr() + offset:
+                self._stream.synchronize()  # the clone lives no longer than this call
+
+    def _load_archive(self, reader: Reader, unit: Unit, archive: Archive) -> None:
+        from shardkeep.load import load_value
+
+        data = bytearray(unit.end - unit.start)
+        read_checked(reader, self._checker, unit.file, self._url, unit.start, memoryview(data))
+        value: Any = load_value(data, archive.key)
+        if not isinstance(value, torch.Tensor):
+            raise Corrupt("an item holds no tensor", key=archive.key, file=unit.file, path=self._url, got=type(value).__name__)
+        archive.place(value)
+
+
+def _copy_words(out: torch.Tensor, address: int, strides: tuple[int, ...], itemsize: int) -> None:
+    shape = tuple(out.shape)
+    word = np.dtype(_WORDS[itemsize])
+    source = _array(address, shape, strides, word)
+    np.copyto(_array(out.data_ptr(), shape, out.stride(), word), source)
+
+
+def _array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], word: np.dtype[Any]) -> Any:
+    extent = (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * word.itemsize
+    return np.ndarray(shape, word, buffer=memory(address, extent), strides=[s * word.itemsize for s in strides])
