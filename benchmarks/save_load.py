@@ -2,9 +2,10 @@
 
 In:  a size, a directory (tmpfs by default), a number of rounds and of cores.
 Out: a table of GB/s and of ratios with the hardware; every sample in benchmarks/results/<name>.json.
-Fair: all write the same bytes to a directory that is new each time; removing it is not timed. The first call of each is reported alone, as cold, and what it loads is compared with what it saved.
-     Then every round runs all contestants, in an order that rotates, so that noise hits all alike; a ratio is
-     the median of each round's own ratio. All call fsync on their files, as they come.
+Fair: all write the same bytes to a directory that is new each time; removing it is not
+     timed. The first call of each is reported alone, as cold, and what it loads is compared with what it
+     saved. Then every round runs all contestants, in an order that rotates, so that noise hits all alike; a
+     ratio is the median of each round's own ratio. All call fsync on their files, as they come.
 
     python benchmarks/save_load.py --gib 2 --rounds 5
 """

@@ -1,9 +1,11 @@
 """One rank process of `cluster.ClusterPool`: takes calls from its parent until the connection ends.
 
-In:  requests as `cluster._Call.for_rank` makes them, one at a time.
-Out: one reply per request, with the keys `value`, `error` and `traceback`; SIGUSR1 dumps all stacks to
-     stderr.
-Invariant: when the parent is gone this process ends at once, even in the middle of a call.
+In:  requests as `cluster._Call.for_rank` makes them, one at a time; an empty one ends the last call.
+Out: one reply per request, with the keys `value`, `error` and `traceback`; SIGUSR1 dumps all stacks.
+Invariant: when the parent is gone this process ends at once, even in the middle of a call. Nobody leaves a
+     call's process group before all have joined it; a rank that succeeded stays until the parent has heard
+     from all, so that its leaving breaks nothing for the slower ones, while one that raised leaves at once,
+     so that its peers fail too instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from shardkeep.testing import jail
 
 __all__ = ["main"]
@@ -36,16 +40,17 @@ def main(connection_fd: int, *, jailed: bool) -> NoReturn:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if jailed:
         jail.enter()
-    import torch.distributed as _warm  # noqa: F401
-
     connection: Connection[Any, Any] = Connection(connection_fd)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, requests), name="rank-requests", daemon=True).start()
     connection.send("ready")
     while True:
-        reply = serve(requests.get())
-        sys.stdout.flush()
-        connection.send_bytes(reply)
+        request = requests.get()
+        _leave()
+        if request:
+            reply = serve(request)
+            sys.stdout.flush()
+            connection.send_bytes(reply)
 
 
 def serve(request: bytes) -> bytes:
@@ -53,11 +58,15 @@ def serve(request: bytes) -> bytes:
     try:
         # The loader that a multiprocessing connection uses itself; the bytes are our parent's.
         call: dict[str, Any] = ForkingPickler.loads(request)
-        with _environment(call["env"]), _process_group(call["store"], call["group_timeout_s"]):
+        with _environment(call["env"]):
+            if call["store"] is not None:
+                _join(call["store"], call["group_timeout_s"])
             value = _function(call)(*call["args"])
         return pickle.dumps({"value": value, "error": None, "traceback": ""})
     except BaseException as error:  # the process boundary: the parent gets it
-        return pickle.dumps({"value": None, "error": _picklable(error), "traceback": traceback.format_exc()})
+        trace = traceback.format_exc()
+        _leave()
+        return pickle.dumps({"value": None, "error": _picklable(error), "traceback": trace})
 
 
 def _read(connection: Connection[Any, Any], requests: queue.SimpleQueue[bytes]) -> None:
@@ -80,14 +89,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextmanager
-def _process_group(store: str | None, timeout_s: float) -> Iterator[None]:
-    """Join the call's gloo group, and leave it however the call ends: peers of a failed rank fail too."""
-    if store is None:
-        yield
-        return
-    import torch.distributed as dist
-
+def _join(store: str, timeout_s: float) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -95,11 +97,12 @@ def _process_group(store: str | None, timeout_s: float) -> Iterator[None]:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    dist.barrier()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _function(call: dict[str, Any]) -> Any:

@@ -174,10 +174,10 @@ class ClusterPool:
             for member in members:
                 member.end()
             raise
-        finally:
-            store.unlink(missing_ok=True)
-        # To the front, so that a run of calls stays with the same processes.
-        self._idle[:0] = [member for member in members if member.alive]
+        survivors = [member for member in members if member.alive]
+        for member in survivors:
+            member.request(None)
+        self._idle[:0] = survivors  # in front, so that a run of calls stays with the same processes
         for member in members:
             if not member.alive:  # its replacement imports torch while the caller looks at the outcome
                 member.end()
@@ -293,11 +293,12 @@ class _Process:
             raise RankFailed(f"a rank process ended as it started:\n{self._tail()}") from None
         self._ready = True
 
-    def request(self, message: dict[str, Any]) -> None:
+    def request(self, message: dict[str, Any] | None) -> None:
+        """Send a call, or with None the end of the last one."""
         self._output_start = self._output.stat().st_size
         # Not `send`: its pickler passes tensors through shared memory and a helper thread.
         with suppress(BrokenPipeError):  # a rank that died in between is reported by `receive`
-            self.connection.send_bytes(pickle.dumps(message))
+            self.connection.send_bytes(b"" if message is None else pickle.dumps(message))
 
     def receive(self, rank: int) -> Outcome:
         """The outcome of a call, once the connection or `death_fd` is ready."""
