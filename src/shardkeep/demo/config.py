@@ -26,7 +26,7 @@ class DemoConfig:
     seed: int = 1
     """Seed of weights, prompts and sampling."""
     root: Path | None = None
-    """An empty or new directory for checkpoints and report; the default is a fresh one under ./shardkeep-demo."""
+    """A new or empty directory for checkpoints and report; default: a fresh one in ./shardkeep-demo."""
 
     def __post_init__(self) -> None:
         if self.save_every < 1:
@@ -74,7 +74,8 @@ class GrpoConfig:
     prompts_per_step: int = 16
     group_size: int = 16
     updates_per_step: int = 2
-    learning_rate: float = 5e-3
+    learning_rate: float = 2.5e-3
+    adam_beta2: float = 0.95
     decay_updates: int = 400
 
 
@@ -84,5 +85,6 @@ class Layout:
 
     tp: int
     dp: int
+
     def __str__(self) -> str:
         return f"TP={self.tp} x DP={self.dp}"

@@ -55,7 +55,7 @@ class PolicyGroup:
         """One training step on `batch`; the mean loss over the ranks."""
         split = {name: value.chunk(self.layout.dp) for name, value in batch.items()}
         shares = [{name: parts[i] for name, parts in split.items()} for i in range(self.layout.dp)]
-        losses = await self._on_shares("update", shares)
+        losses: list[float] = await self._on_shares("update", shares)
         return sum(losses) / len(losses)
 
     async def on_all(self, method: str, *args: Any) -> list[Any]:

@@ -27,13 +27,14 @@ def sample(
         Tokens (batch, prompt + num_tokens) and the log-probabilities (batch, num_tokens) of the
         drawn ones.
     """
-    tokens = prompts
+    tokens, old = prompts, []
     for _ in range(num_tokens):
-        probabilities = forward(tokens)[:, -1].softmax(-1)
-        drawn = torch.multinomial(probabilities, 1)
+        log_probabilities = forward(tokens)[:, -1].log_softmax(-1)
+        drawn = torch.multinomial(log_probabilities.exp(), 1)
         agree(drawn)
         tokens = torch.cat([tokens, drawn], dim=1)
-    return tokens, log_probs(forward, tokens, num_tokens)
+        old.append(log_probabilities.gather(-1, drawn))
+    return tokens, torch.cat(old, dim=1)
 
 
 def log_probs(forward: Forward, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -49,9 +50,7 @@ def advantages(rewards: torch.Tensor) -> torch.Tensor:
     return centred / (rewards.std(dim=1, keepdim=True, correction=0) + 1e-4)
 
 
-def loss(
-    new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float = 0.2
-) -> torch.Tensor:
+def loss(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float = 0.2) -> torch.Tensor:
     """Clipped policy-gradient loss, a mean over tokens; `new` and `old` are (batch, num_tokens)."""
     ratio = (new - old).exp()
     weight = advantage.unsqueeze(-1)

@@ -1,7 +1,7 @@
 """The entry point: starts Ray, runs the scenario as a Ray task, shows its events, reports.
 
-    run (this process)  ->  Ray task  ->  asyncio loop  ->  Scenario  ->  GrpoTrainer.train
-        ->  save_checkpoints  ->  Dispatch.save  ->  MegatronPolicyWorker  ->  MegatronStrategy
+run (this process)  ->  Ray task  ->  asyncio loop  ->  Scenario  ->  GrpoTrainer.train
+    ->  save_checkpoints  ->  Dispatch.save  ->  MegatronPolicyWorker  ->  MegatronStrategy
 """
 
 from __future__ import annotations
@@ -68,4 +68,5 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     import uvloop
 
-    return uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -7,6 +7,7 @@ process, and leaves alone what the machine already has:
 - no CUDA: factories given device="cuda" build on the CPU, `Tensor.type()` reports torch.cuda.*, and
   the few torch.cuda calls on the training path get CPU counterparts. The patches are plain
   functions, not a TorchFunctionMode: a mode is local to one thread, and a Ray actor has many.
+  Megatron's fused kernels, unused here, are not handed to torch.compile: that saves 3 s of imports.
 - no fused Adam: `StepInGroupAdam` takes its place, and Megatron's flags say that a fused one is in
   use. torch's own Adam keeps `step` per parameter, which 0.16's `fully_reshardable` load does not
   expect (KeyError: 'step').
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +30,7 @@ FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zero
 
 
 def enable() -> None:
-    """Prepare this process for Megatron; call before building a model. Safe to call again."""
+    """Prepare this process for Megatron; call before importing or building a model. Safe to call again."""
     if not torch.cuda.is_available():
         _stand_in_for_cuda()
     if not any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
@@ -88,6 +90,8 @@ def _stand_in_for_fused_adam() -> None:
 
 @functools.cache
 def _stand_in_for_cuda() -> None:
+    with _nothing_compiled():
+        importlib.import_module("megatron.core.models.gpt.gpt_model")
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     type_of = torch.Tensor.type
@@ -97,11 +101,21 @@ def _stand_in_for_cuda() -> None:
             return type_of(self, dtype, **kwargs)
         return type_of(self).replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = cuda_type  # type: ignore[method-assign]
+    torch.Tensor.type = cuda_type  # type: ignore[method-assign,assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
     _stand_in_for_cuda_rng()
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    compile_function = torch.compile
+    torch.compile = lambda model=None, **options: model if model else (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_function
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,9 +139,9 @@ def _stand_in_for_cuda_rng() -> None:
     def no_fork(self: Any, name: str = "") -> Iterator[None]:
         yield  # dropout is 0 on the CPU: nothing draws from the tracked states
 
-    torch.cuda.manual_seed = generator.manual_seed  # type: ignore[assignment,return-value]
-    torch.cuda.get_rng_state = lambda device="cuda": generator.get_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, device="cuda": generator.set_state(state)  # type: ignore[assignment,return-value]
+    torch.cuda.manual_seed = generator.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device="cuda": generator.get_state()
+    torch.cuda.set_rng_state = lambda state, device="cuda": generator.set_state(state)  # type: ignore[assignment]
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: generator.set_state(state)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: generator.get_state()
     megatron_random.CudaRNGStatesTracker.fork = no_fork

@@ -44,6 +44,7 @@ class ModelConfig:
     learning_rate: float = 1e-3
     warmup_steps: int = 5
     decay_steps: int = 1000
+    adam_beta2: float = 0.999
     clip_grad: float = 1.0
     seed: int = 1234
 
@@ -75,6 +76,7 @@ def build(config: ModelConfig) -> MegatronJob:
             lr=config.learning_rate,
             min_lr=config.learning_rate / 10,
             weight_decay=0.01,
+            adam_beta2=config.adam_beta2,
             clip_grad=config.clip_grad,
             use_distributed_optimizer=True,
         ),
@@ -117,7 +119,8 @@ def forward(job: MegatronJob, tokens: torch.Tensor) -> torch.Tensor:
     batch, length = tokens.shape
     positions = torch.arange(length, device=tokens.device).expand(batch, length)
     future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
-    return job.model(tokens, positions, future)
+    logits: torch.Tensor = job.model(tokens, positions, future)
+    return logits
 
 
 def device() -> torch.device:

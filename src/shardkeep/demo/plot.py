@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from shardkeep.demo.events import Event
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "reference": {"color": "0.75", "linewidth": 5, "label": "reference, TP=2, uninterrupted"},
     "training": {"color": "tab:blue", "linewidth": 1.8, "label": "training, TP=2, until the crash"},
     "same layout": {"color": "tab:blue", "linewidth": 1.4, "linestyle": ":", "label": "resumed, TP=2"},
@@ -31,12 +32,24 @@ def plot(events: list[Event], path: Path) -> Path:
     for event in events:
         if event["kind"] == "killed":
             axes.axvline(event["step"], color="tab:red", linestyle="--", linewidth=1)
-            axes.plot(event["step"], rewards[event["step"]], "X", color="tab:red", markersize=11,
-                      label="actor killed while saving")
+            axes.plot(
+                event["step"],
+                rewards[event["step"]],
+                "X",
+                color="tab:red",
+                markersize=11,
+                label="actor killed while saving",
+            )
         elif event["kind"] == "resumed" and event["run"] == "new layout":
-            axes.axvline(event["step"], color="tab:green", linestyle="--", linewidth=1, label="resumed from here")
-    axes.set(title="GRPO on sorting three digits: reward per step", xlabel="step", ylabel="mean reward",
-             ylim=(0, 1))
+            axes.axvline(
+                event["step"], color="tab:green", linestyle="--", linewidth=1, label="resumed from here"
+            )
+    axes.set(
+        title="GRPO on sorting three digits: reward per step",
+        xlabel="step",
+        ylabel="mean reward",
+        ylim=(0, 1),
+    )
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)
     return path

@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it runs, then the table of saves, the checks and a plot of the reward."""
+"""What the demo shows: progress while it runs, then the table of saves, the checks and the plot."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from shardkeep.demo.config import DemoConfig
 from shardkeep.demo.events import Event
-from shardkeep.demo.plot import plot
 
 LINE_EVERY = 10
 """Without a terminal, a line is printed every so many training steps."""
@@ -77,8 +77,11 @@ class Display:
         )
 
     def _on_killed(self, event: Event) -> None:
-        self._say(f"{event['run']}: SIGKILL to rank {event['rank']} (pid {event['pid']}) while step "
-                  f"{event['step']} is being saved", style="bold red")
+        self._say(
+            f"{event['run']}: SIGKILL to rank {event['rank']} (pid {event['pid']}) while step "
+            f"{event['step']} is being saved",
+            style="bold red",
+        )
 
     def _on_failed(self, event: Event) -> None:
         self._say(f"{event['run']}: noticed: {event['error']}", style="red")
@@ -105,9 +108,13 @@ def summary(events: list[Event], root: Path, console: Console) -> None:
         if event["kind"] == "check":
             console.print(_check_line(event), style="green" if event["held"] else "bold red", markup=False)
     checks = [event["held"] for event in events if event["kind"] == "check"]
+    from shardkeep.demo.plot import plot
+
     path = plot(events, root / "reward.png")
-    console.print(f"{sum(checks)} of {len(checks)} checks held. Plot: {path}. Record: {root / 'events.jsonl'}",
-                  markup=False)
+    console.print(
+        f"{sum(checks)} of {len(checks)} checks held. Plot: {path}. Record: {root / 'events.jsonl'}",
+        markup=False,
+    )
 
 
 def _check_line(event: Event) -> str:
@@ -115,7 +122,7 @@ def _check_line(event: Event) -> str:
 
 
 def _table(events: list[Event]) -> Table:
-    table = Table(title="Saves", title_justify="left")
+    table = Table(title="Saves", title_justify="left", box=box.ASCII2)
     for name in ("step", "run", "bytes", "stall s", "write s", "GB/s", ""):
         table.add_column(name, justify="left" if name in ("run", "") else "right")
     resumed = {event["step"] for event in events if event["kind"] == "resumed"}
@@ -124,9 +131,23 @@ def _table(events: list[Event]) -> Table:
             write_s = event["seconds"].get("write", 0.0)
             speed = f"{event['num_bytes'] / write_s / 1e9:.2f}" if write_s else "-"
             note = "resumed from here" if event["step"] in resumed else ""
-            table.add_row(str(event["step"]), event["run"], f"{event['num_bytes']:,}",
-                          f"{event['stall_s']:.4f}", f"{write_s:.4f}", speed, note)
+            table.add_row(
+                str(event["step"]),
+                event["run"],
+                f"{event['num_bytes']:,}",
+                f"{event['stall_s']:.4f}",
+                f"{write_s:.4f}",
+                speed,
+                note,
+            )
         elif event["kind"] == "killed":
-            table.add_row(str(event["step"]), event["run"], "-", "-", "-", "-",
-                          f"rank {event['rank']} killed; not committed")
+            table.add_row(
+                str(event["step"]),
+                event["run"],
+                "-",
+                "-",
+                "-",
+                "-",
+                f"rank {event['rank']} killed; not committed",
+            )
     return table

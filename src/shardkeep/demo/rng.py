@@ -26,7 +26,7 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 def state_dict() -> dict[str, Any]:
     """The state of this rank's generators."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = _numpy_state()
     return {
         "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
         "numpy": {
@@ -55,8 +55,12 @@ def load_state_dict(state: dict[str, Any]) -> None:
 
 def as_bytes() -> bytes:
     """The same states as bytes, to compare two runs by."""
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = _numpy_state()
     states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
     states += [state for _, state in sorted(get_cuda_rng_tracker().get_states().items())]
     head = repr((random.getstate(), rest)).encode() + keys.tobytes()
     return head + b"".join(state.numpy().tobytes() for state in states)
+
+
+def _numpy_state() -> tuple[str, np.ndarray[Any, np.dtype[np.uint32]], int, int, float]:
+    return np.random.get_state(legacy=True)  # type: ignore[return-value]

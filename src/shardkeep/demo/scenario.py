@@ -1,9 +1,9 @@
 """The whole story: train, lose an actor in the middle of a save, resume, and check that nothing was lost.
 
-    1. reference    TP=2, never interrupted, never saved: what training should give
-    2. training     TP=2, saves every few steps, until an actor is killed while a save is written
-    3. same layout  new actors, TP=2, resumed from the last committed step: must equal the reference to the bit
-    4. new layout   the same processes as TP=1 x DP=2, resumed from that step: must hold the same state; finishes
+1. reference    TP=2, never interrupted, never saved: what training should give
+2. training     TP=2, saves every few steps, until an actor is killed while a save is written
+3. same layout  new actors, TP=2, resumed from the last committed step: must equal the reference to the bit
+4. new layout   the same processes as TP=1 x DP=2, resumed from that step: must hold the same state; finishes
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPLIT = Layout(tp=2, dp=1)
 REPLICATED = Layout(tp=1, dp=2)
 SAME_LOSS = 1e-5
 OTHER_SEED = 1000
-"""Added to the seed of jobs that will be restored: weights left over from their start cannot pass for restored ones."""
+"""Added to the seed of jobs that will be restored: the weights they start with cannot pass for restored."""
 
 
 class Scenario:
@@ -59,7 +59,7 @@ class Scenario:
 
     async def _reference(self, policy: PolicyGroup) -> dict[str, Any]:
         """Train without interruption; what the resumed runs are held against."""
-        trainer = await self._trainer("reference", policy, SPLIT, self.config.seed)
+        trainer = await self._trainer("reference", policy, SPLIT, seed=self.config.seed)
         await trainer.train(until=self.config.resume_step)
         batch = trainer.last_batch
         expected = {
@@ -84,7 +84,9 @@ class Scenario:
             keep=self.config.keep,
             config=sk.Config(deadline_s=60),
         )
-        trainer = await self._trainer("training", policy, SPLIT, self.config.seed, dispatch, kill_one)
+        trainer = await self._trainer(
+            "training", policy, SPLIT, seed=self.config.seed, dispatch=dispatch, on_saving=kill_one
+        )
         try:
             await trainer.train(until=self.config.steps, save_every=self.config.save_every)
         except (sk.errors.ShardkeepError, ray.exceptions.RayError) as error:
@@ -108,14 +110,15 @@ class Scenario:
     async def _resume_same_layout(
         self, policy: PolicyGroup, dispatch: Dispatch, expected: dict[str, Any]
     ) -> None:
-        trainer = await self._trainer("same layout", policy, SPLIT, self.config.seed + OTHER_SEED, dispatch)
+        seed = self.config.seed + OTHER_SEED
+        trainer = await self._trainer("same layout", policy, SPLIT, seed=seed, dispatch=dispatch)
         await trainer.resume()
         await trainer.train(until=self.config.steps)
         digests = await policy.on_all("digest")
         self._check(
-            f"{SPLIT}, resumed: weights, moments and generators bit-equal to the reference at step {trainer.step}",
+            f"{SPLIT}, resumed: weights, moments and generators bit-equal to the reference at the end",
             digests == expected["digests"],
-            f"sha256 {digests[0][:8]}, {digests[1][:8]}",
+            f"step {trainer.step}, sha256 {digests[0][:8]}, {digests[1][:8]}",
         )
         self._check(
             f"{SPLIT}, resumed: same rewards at every step, same place in the data",
@@ -127,20 +130,20 @@ class Scenario:
         self, policy: PolicyGroup, dispatch: Dispatch, expected: dict[str, Any]
     ) -> None:
         seed = self.config.seed + OTHER_SEED
-        trainer = await self._trainer("new layout", policy, REPLICATED, seed, dispatch)
+        trainer = await self._trainer("new layout", policy, REPLICATED, seed=seed, dispatch=dispatch)
         await trainer.resume()
         full_digests = (await policy.on_all("full_digests"))[0]
         self._check(
-            f"{REPLICATED}, restored: gathered weights and moments bit-equal to the reference at step {trainer.step}",
+            f"{REPLICATED}, restored: gathered weights and moments bit-equal to the reference",
             full_digests == expected["full_digests"],
-            f"{len(full_digests)} tensors",
+            f"step {trainer.step}, {len(full_digests)} tensors",
         )
         losses = await policy.on_all("loss_on", expected["batch"])
         difference = max(abs(loss - expected["loss"]) for loss in losses)
         self._check(
             f"{REPLICATED}, restored: loss on a recorded batch within {SAME_LOSS:g}",
             difference < SAME_LOSS,
-            f"difference {difference:.1e}",
+            f"{losses[0]:.7f} and {expected['loss']:.7f}",
         )
         await trainer.train(until=self.config.steps, save_every=self.config.save_every)
         self._check(
@@ -158,9 +161,9 @@ class Scenario:
         run: str,
         policy: PolicyGroup,
         layout: Layout,
+        *,
         seed: int,
-        dispatch: Dispatch | None = None,
-        on_saving: Any = None,
+        **more: Any,
     ) -> GrpoTrainer:
         """A trainer over a freshly built policy."""
         self.events.emit("run", run=run, layout=str(layout))
@@ -171,8 +174,7 @@ class Scenario:
             recipe=self.recipe,
             events=self.events,
             seed=self.config.seed,
-            dispatch=dispatch,
-            on_saving=on_saving or (lambda step: None),
+            **more,
         )
 
     def _check(self, what: str, held: bool, seen: str) -> None:

@@ -1,4 +1,4 @@
-"""MegatronStrategy: the model-side half of a policy worker. Trains, samples, and says what a checkpoint holds.
+"""MegatronStrategy: the model side of a policy worker. Trains, samples, says what a checkpoint holds.
 
 One object per rank; every method is called on all ranks of the group with this rank's data.
 """
@@ -27,6 +27,7 @@ class MegatronStrategy:
                 tp=layout.tp,
                 vocab_size=len(task.VOCABULARY),
                 learning_rate=recipe.learning_rate,
+                adam_beta2=recipe.adam_beta2,
                 decay_steps=recipe.decay_updates,
                 seed=seed,
             )
@@ -77,14 +78,14 @@ class MegatronStrategy:
         return model.forward(self.job, tokens)
 
     def _agree(self, drawn: torch.Tensor) -> None:
-        """Take the draw of the tensor-parallel group's first rank: one different token would split the model."""
+        """Take the draw of the tensor-parallel group's first rank: one that differs would split the model."""
         group = parallel_state.get_tensor_model_parallel_group()
         dist.broadcast(drawn, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
 
     # ---- checkpoints
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What to save, and the template to load into: tensors by shard, generators of every rank, the layout."""
+        """What to save, and the template to load into: shards, generators of every rank, the layout."""
         every_rng: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every_rng, rng.state_dict())
         return {

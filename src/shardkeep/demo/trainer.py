@@ -46,12 +46,17 @@ class GrpoTrainer:
         self._saving: Any = None
 
     async def train(self, until: int, save_every: int = 0) -> None:
-        """Train up to step `until`, saving after each `save_every` steps (0: not at all)."""
-        while self.step < until:
-            await self.train_step()
-            if save_every and self.step % save_every == 0:
-                await self.save_checkpoints()
-        await self.finish_saving()
+        """Train up to step `until`, saving after each `save_every` steps and at the end (0: not at all).
+
+        Raises SaveFailed when a save failed, also when training failed with it: it knows who died.
+        """
+        try:
+            while self.step < until:
+                await self.train_step()
+                if save_every and (self.step % save_every == 0 or self.step == until):
+                    await self.save_checkpoints()
+        finally:
+            await self.finish_saving()
 
     async def train_step(self) -> None:
         """Sample answers, reward them, update the policy."""
