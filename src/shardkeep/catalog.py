@@ -7,7 +7,6 @@ another tool's `.metadata` goes through the allow-list of `foreign.py`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from shardkeep.manifest import (
     index_name,
     is_attempt_file,
 )
-from shardkeep.storage import Storage, storage_for
+from shardkeep.storage import Storage
 from shardkeep.types import Dialect, Item, Manifest, StoredFile, TensorInfo
 
 METADATA = ".metadata"
@@ -77,11 +76,6 @@ class Verdict:
 def is_committed(storage: Storage, manifest_name: str = MANIFEST) -> bool:
     """Whether the directory holds a committed checkpoint, ours or another tool's."""
     return judge(storage, manifest_name).error is None
-
-
-def is_committed_path(path: str | os.PathLike[str]) -> bool:
-    """Whether the directory `path` holds a committed checkpoint, of shardkeep, Megatron or torch DCP."""
-    return is_committed(storage_for(path))
 
 
 def committed_manifest(storage: Storage, manifest_name: str = MANIFEST) -> Manifest | None:
