@@ -22,10 +22,10 @@ from shardkeep import errors
 from shardkeep.checkpointer import is_committed, load, save, save_async
 from shardkeep.config import Config
 from shardkeep.handle import SaveHandle
-#INSPECT from shardkeep.inspect import Checkpoint, inspect
+from shardkeep.inspect import Checkpoint, inspect
 from shardkeep.run import Run
 from shardkeep.types import LoadReport, SaveReport, StepReport, VerifyReport
-#VERIFY from shardkeep.verify import verify
+from shardkeep.verify import verify
 
 if TYPE_CHECKING:
     from shardkeep import megatron, ray
