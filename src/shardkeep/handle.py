@@ -62,7 +62,7 @@ class Handle(Generic[T]):
 class SaveHandle(Handle[T]):
     """A save in the background: two moments to wait for, captured and committed."""
 
-    def __init__(self, cancel: Callable[[], None] | None = None) -> None:
+    def __init__(self, cancel: Callable[[], object] | None = None) -> None:
         super().__init__()
         self._captured: Future[None] = Future()
         self._cancel = cancel
@@ -102,7 +102,7 @@ class Background:
         self._lock = threading.Lock()
         atexit.register(self._say_waiting)
 
-    def submit(self, work: Callable[[], T], cancel: Callable[[], None]) -> SaveHandle[T]:
+    def submit(self, work: Callable[[], T], cancel: Callable[[], object] | None = None) -> SaveHandle[T]:
         """Queue the rest of a save whose state is already copied."""
         handle: SaveHandle[T] = SaveHandle(cancel)
         handle.set_captured()
