@@ -63,7 +63,7 @@ def encode_index(index: Index) -> bytes:
 def decode_index(data: bytes, path: str) -> Index:
     try:
         index = msgspec.msgpack.decode(data, type=Index)
-    except (msgspec.DecodeError, msgspec.ValidationError) as e:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:  # deeply nested: nothing of ours is
         raise Corrupt(f"the index cannot be read: {e}", path=path) from e
     _check_version(index.format_version, path)
     return index
@@ -100,7 +100,7 @@ def unsealed(data: bytes, kind: type[T], path: str) -> T:
         if not isinstance(raw, dict):
             raise TypeError("not an object")
         record = msgspec.convert(raw, kind)
-    except (ValueError, TypeError) as e:  # msgspec's and json's errors are ValueErrors
+    except (ValueError, TypeError, RecursionError) as e:  # msgspec's and json's errors are ValueErrors
         raise Corrupt(f"the manifest cannot be read: {e}", path=path) from e
     expected = _self_digest(raw)
     if raw.get("digest") != expected:
