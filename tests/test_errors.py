@@ -1,4 +1,4 @@
-"""Errors: their place in the tree, what their text says, and that they survive pickle and the wire between ranks."""
+"""Errors: their place in the tree, what their text says, their way through pickle and between ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_each_error_is_also_a_standard_error(kind: type[ShardkeepError]) -> None
 def test_the_text_carries_where_expected_got_and_remedy(kind: type[ShardkeepError]) -> None:
     error = kind("the dtype differs", **FIELDS)
     assert str(error) == (
-        "the dtype differs (key 'model.w', rank 3, host 'node-1'): expected f32 (2, 3), got f16 (2, 3). Cast it."
+        "the dtype differs (key 'model.w', rank 3, host 'node-1'): "
+        "expected f32 (2, 3), got f16 (2, 3). Cast it."
     )
 
 

@@ -1,4 +1,4 @@
-"""Frames: head + payload + tail is an archive that torch itself loads, bit-equal, for every dtype and shape."""
+"""Frames: head + payload + tail is an archive that torch loads, bit-equal, for every dtype and shape."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from shardkeep.config import MIB, Config
 from shardkeep.errors import InvalidState
 from shardkeep.frame import frame
 from shardkeep.manifest import data_name
-from shardkeep.types import Box, Dialect, FileLayout, Piece, ShardHeader, TensorInfo
+from shardkeep.types import Box, Dialect, FileLayout, Piece, ShardHeader, TensorInfo, whole
 
 _SMALL_FILE_BYTES = 4 * MIB  # below this a further file costs more than it gains
 _CUTS_PER_FILE = 4  # a shard larger than a quarter of a file is cut
@@ -74,7 +74,7 @@ def check_cover(
     headers: Sequence[Sequence[ShardHeader]], holders: dict[tuple[str, Box], list[Holder]], dialect: Dialect
 ) -> None:
     """InvalidState unless ranks agree on each tensor and its main replicas cover it exactly once."""
-    boxes: dict[str, list[Box]] = defaultdict(list)
+    boxes: dict[str, dict[Box, int]] = defaultdict(dict)  # of each key, with the rank that holds the main replica
     first: dict[str, tuple[int, ShardHeader]] = {}
     for (key, box), owners in holders.items():
         for rank, index in owners:
@@ -84,7 +84,7 @@ def check_cover(
             raise InvalidState(f"several ranks hold the main replica: ranks {mains[0]} and {mains[1]}", key=key,
                                box=str(box), expected="one replica_id of 0", got=len(mains))
         if mains:
-            boxes[key].append(box)
+            boxes[key][box] = mains[0]
     for key, (_, header) in first.items():
         if header.kind == "tensor":
             _check_tiling(key, header.shape, boxes[key])
@@ -97,17 +97,23 @@ def _check_agrees(key: str, first: tuple[int, ShardHeader], rank: int, header: S
                            expected=f"{a.kind} {a.dtype} {a.shape}", got=f"{header.kind} {header.dtype} {header.shape}")
 
 
-def _check_tiling(key: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    for box in boxes:
+def _check_tiling(key: str, shape: tuple[int, ...], holders: dict[Box, int]) -> None:
+    boxes = list(holders)
+    for box, rank in holders.items():
         if any(o < 0 or o + n > s for o, n, s in zip(box.offset, box.shape, shape, strict=True)):
-            raise InvalidState("a shard lies outside its tensor", key=key, expected=f"inside {shape}", got=str(box))
+            raise InvalidState(f"a shard of rank {rank} lies outside its tensor", key=key,
+                               expected=f"inside {reshard.show(whole(shape))}", got=reshard.show(box))
     overlap = reshard.overlap(boxes)
     if overlap:
-        a, b = (reshard.show(boxes[i]) for i in overlap)
-        raise InvalidState("shards overlap", key=key, expected="disjoint boxes", got=f"{a} and {b}")
+        a, b = (boxes[i] for i in overlap)
+        who = f"ranks {holders[a]} and {holders[b]}" if holders[a] != holders[b] else f"rank {holders[a]}"
+        raise InvalidState(f"shards of {who} overlap", key=key, expected="disjoint boxes",
+                           got=f"{reshard.show(a)} and {reshard.show(b)}")
     covered, wanted = sum(b.numel for b in boxes), math.prod(shape)
     if covered != wanted:
-        raise InvalidState("shards leave a gap", key=key, expected=f"{wanted} elements of shape {shape}", got=covered)
+        gap = reshard.show(reshard.first_gap(whole(shape), boxes))
+        raise InvalidState(f"no rank holds the main replica of a region: the shards leave a gap at {gap}", key=key,
+                           expected=f"{wanted} elements", got=covered)
 
 
 def layout(

@@ -1,0 +1,244 @@
+"""Plans: every byte is written exactly once and evenly; what is no exact cover is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkeep import plan
+from shardkeep.config import Config
+from shardkeep.errors import InvalidState
+from shardkeep.types import Box, Dialect, ShardHeader, TensorInfo, whole
+
+ATTEMPT = "17000000000001234"
+
+
+def header(
+    key: str, box: Box, shape: tuple[int, ...], *, is_main: bool = True, dtype: str = "float32"
+) -> ShardHeader:
+    return ShardHeader(
+        key=key, kind="tensor", dtype=dtype, shape=shape, box=box, is_main=is_main, num_bytes=box.numel * 4
+    )
+
+
+def object_header(key: str, *, is_main: bool = True) -> ShardHeader:
+    return ShardHeader(
+        key=key, kind="object", dtype="", shape=(), box=whole(()), is_main=is_main, num_bytes=0
+    )
+
+
+def rows(key: str, low: int, high: int, total: int, **more: object) -> ShardHeader:
+    return header(key, Box(offset=(low, 0), shape=(high - low, 8)), (total, 8), **more)  # type: ignore[arg-type]
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and disjoint boxes that cover it: an uneven grid."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    boxes = [whole(shape)]
+    for axis, size in enumerate(shape):
+        edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        boxes = [
+            Box(
+                offset=(*b.offset[:axis], low, *b.offset[axis + 1 :]),
+                shape=(*b.shape[:axis], high - low, *b.shape[axis + 1 :]),
+            )
+            for b in boxes
+            for low, high in (pairwise(edges) if size else [(0, 0)])
+        ]
+    return shape, boxes
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Dialect, list[list[ShardHeader]]]:
+    """Headers of every rank: each box of each tensor is held by some ranks, one of which is main."""
+    dialect: Dialect = draw(st.sampled_from(["dcp", "megatron"]))
+    num_ranks = draw(st.integers(1, 5))
+    ranks: list[list[ShardHeader]] = [[] for _ in range(num_ranks)]
+    for number in range(draw(st.integers(1, 6))):
+        shape, boxes = draw(grids())
+        for box in boxes:
+            owners = draw(st.lists(st.integers(0, num_ranks - 1), min_size=1, unique=True))
+            for rank in owners:
+                is_main = dialect == "dcp" or rank == owners[0]
+                ranks[rank].append(header(f"w{number}", box, shape, is_main=is_main))
+    return dialect, ranks
+
+
+@given(worlds())
+def test_every_box_is_written_exactly_once_by_a_rank_that_holds_it(
+    world: tuple[Dialect, list[list[ShardHeader]]],
+) -> None:
+    dialect, ranks = world
+    chosen = plan.assign(ranks, dialect)
+    written = [(ranks[r][i].key, ranks[r][i].box) for r, mine in enumerate(chosen) for i in mine]
+    held = {(h.key, h.box) for headers in ranks for h in headers}
+    assert len(written) == len(set(written))
+    assert set(written) == held
+    assert all(mine == sorted(mine) for mine in chosen)
+    assert plan.assign([list(headers) for headers in ranks], dialect) == chosen
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
+def test_replicated_shards_balance_over_ranks(sizes: list[int], num_ranks: int) -> None:
+    """The bound of largest-first scheduling: nobody has more than the mean plus one shard."""
+    ranks = [[rows(f"w{n}", 0, size, size) for n, size in enumerate(sizes)] for _ in range(num_ranks)]
+    load = [sum(ranks[r][i].num_bytes for i in mine) for r, mine in enumerate(plan.assign(ranks, "dcp"))]
+    assert sum(load) == sum(sizes) * 32
+    assert max(load) <= sum(load) / num_ranks + max(sizes) * 32
+    assert max(load) <= 4 / 3 * max(sum(load) / num_ranks, max(sizes) * 32) + max(sizes) * 32 / 3
+
+
+def test_replicas_make_up_for_shards_without_a_choice() -> None:
+    """Rank 0 alone holds a large shard: rank 1 writes what both hold, though rank 0 has the main replicas."""
+    alone = rows("alone", 0, 100, 100)
+    shared = [rows(f"shared{n}", 0, 30, 30) for n in range(3)]
+    copies = [replace(h, is_main=False) for h in shared]
+    assert plan.assign([[*shared, alone], copies], "megatron") == [[3], [0, 1, 2]]
+
+
+def test_objects_of_the_dcp_dialect_are_written_by_the_lowest_rank_that_holds_them() -> None:
+    ranks = [[], [object_header("step"), object_header("lr")], [object_header("lr"), object_header("step")]]
+    assert plan.assign(ranks, "dcp") == [[], [0, 1], []]
+
+
+def test_objects_of_the_megatron_dialect_are_written_by_their_main_replica() -> None:
+    ranks = [[object_header("extra", is_main=False)], [object_header("extra")]]
+    assert plan.assign(ranks, "megatron") == [[], [0]]
+
+
+def test_the_tensors_of_a_checkpoint_are_those_of_all_ranks() -> None:
+    ranks = [[rows("a", 0, 2, 4), object_header("o")], [rows("a", 2, 4, 4), header("b", whole(()), ())]]
+    assert plan.tensors(ranks) == {
+        "a": TensorInfo(dtype="float32", shape=(4, 8)),
+        "b": TensorInfo(dtype="float32", shape=()),
+    }
+
+
+CONFLICTS: dict[str, tuple[Dialect, list[list[ShardHeader]], str, tuple[int, ...]]] = {
+    "a gap": ("dcp", [[rows("w", 0, 2, 8)], [rows("w", 3, 8, 8)]], "gap", ()),
+    "no main replica": ("megatron", [[rows("w", 0, 8, 8, is_main=False)]], "gap", ()),
+    "an overlap": (
+        "dcp",
+        [[rows("v", 0, 1, 1)], [rows("w", 0, 5, 8)], [rows("w", 4, 8, 8)]],
+        "overlap",
+        (1, 2),
+    ),
+    "an overlap on one rank": ("dcp", [[], [rows("w", 0, 5, 8), rows("w", 4, 8, 8)]], "overlap", (1,)),
+    "a shard outside": ("dcp", [[rows("w", 0, 4, 8)], [rows("w", 4, 9, 8)]], "outside", (1,)),
+    "dtypes": (
+        "dcp",
+        [[rows("w", 0, 4, 8)], [rows("w", 4, 8, 8, dtype="int32")]],
+        "different tensors",
+        (0, 1),
+    ),
+    "shapes": ("dcp", [[], [rows("w", 0, 4, 8)], [rows("w", 4, 8, 9)]], "different tensors", (1, 2)),
+    "dimensions": ("dcp", [[rows("w", 0, 4, 4)], [header("w", whole((4,)), (4,))]], "different", (0, 1)),
+    "kinds": ("dcp", [[rows("w", 0, 4, 4)], [object_header("w")]], "different", (0, 1)),
+    "two main replicas": (
+        "megatron",
+        [[rows("w", 0, 4, 4)], [], [rows("w", 0, 4, 4)]],
+        "main replica",
+        (0, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_what_is_no_exact_cover_is_refused_by_key_and_rank(name: str) -> None:
+    dialect, ranks, says, named = CONFLICTS[name]
+    with pytest.raises(InvalidState, match=says) as caught:
+        plan.assign(ranks, dialect)
+    assert caught.value.fields["key"] == "w"
+    text = str(caught.value).replace(repr("w"), "")
+    assert tuple(map(int, re.findall(r"\d+", re.search(r"ranks? ([\d and]+)|$", text).group()))) == named
+    plan.assign(ranks, dialect, check=False)  # as Megatron's validate_access_integrity=False asks
+
+
+def test_a_gap_is_shown() -> None:
+    """Where to look for the missing shard, of a tensor cut along two axes."""
+    corner = [
+        Box(offset=(0, 0), shape=(4, 4)),
+        Box(offset=(0, 4), shape=(4, 4)),
+        Box(offset=(4, 0), shape=(4, 4)),
+    ]
+    with pytest.raises(InvalidState, match=r"a gap at \[4:8, \d:8\]"):
+        plan.assign([[header("w", box, (8, 8)) for box in corner]], "dcp")
+
+
+def test_empty_shards_of_other_ranks_are_no_conflict() -> None:
+    """An uneven DTensor leaves some ranks without an element; their empty box may lie anywhere."""
+    empty = header("w", Box(offset=(8, 0), shape=(0, 8)), (8, 8))
+    assert plan.assign([[rows("w", 0, 8, 8)], [empty], [empty]], "dcp") == [[0], [], []]
+
+
+@given(st.lists(st.integers(1, 7), max_size=4), st.integers(1, 50))
+def test_split_parts_tile_the_box_in_the_order_of_memory(shape: list[int], max_numel: int) -> None:
+    box = Box(offset=tuple(range(3, 3 + len(shape))), shape=tuple(shape))
+    parts = list(plan.split(box, max_numel))
+    order = torch.arange(box.numel).reshape(box.shape)
+    pieces = [order[p.slices_in(box)].reshape(-1) for p in parts]
+    assert torch.equal(torch.cat(pieces), order.reshape(-1))  # contiguous, in order, each element once
+    assert all(p.numel <= max_numel for p in parts)
+    assert len(parts) <= 2 * math.ceil(box.numel / max_numel) * max(shape, default=1)
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> tuple[list[ShardHeader], list[int], dict[int, bytes], Config]:
+    headers: list[ShardHeader] = []
+    payloads = {}
+    for number in range(draw(st.integers(0, 8))):
+        if draw(st.booleans()):
+            shape = tuple(draw(st.lists(st.integers(0, 2000), max_size=2)))
+            headers.append(header(f"w{number}", whole(shape), shape))
+        else:
+            payloads[number] = bytes(draw(st.integers(1, 3000)))
+            headers.append(object_header(f"o{number}"))
+    chosen = sorted(draw(st.sets(st.sampled_from(range(len(headers)))))) if headers else []
+    payloads = {i: data for i, data in payloads.items() if i in chosen}
+    config = Config(io_threads=draw(st.integers(1, 4)), split_bytes=draw(st.integers(1 << 18, 1 << 24)))
+    return headers, chosen, payloads, config
+
+
+@given(shares())
+def test_a_layout_holds_the_share_once_back_to_back_and_balanced(
+    share: tuple[list[ShardHeader], list[int], dict[int, bytes], Config],
+) -> None:
+    headers, chosen, payloads, config = share
+    files = plan.layout(headers, chosen, payloads, rank=3, attempt=ATTEMPT, config=config)
+    assert len({f.name for f in files}) == len(files) <= config.num_threads
+    assert all(re.fullmatch(rf"__3_{ATTEMPT}\d{{3}}\.distcp", f.name) for f in files)
+    boxes: dict[int, list[Box]] = {i: [] for i in chosen}
+    for file in files:
+        end = 0
+        for piece in file.pieces:
+            assert piece.offset == end
+            end += len(piece.head) + piece.num_bytes + len(piece.tail)
+            boxes[piece.shard].append(piece.box)
+            if piece.shard in payloads:
+                assert (piece.head, piece.num_bytes, piece.tail) == (b"", len(payloads[piece.shard]), b"")
+            else:
+                assert piece.num_bytes == piece.box.numel * 4
+        assert end == file.size > 0
+    for i in chosen:
+        assert sum(b.numel for b in boxes[i]) == headers[i].box.numel
+        assert len(set(boxes[i])) == len(boxes[i])
+    if len(files) > 1:
+        largest = max(p.length for f in files for p in f.pieces)
+        assert max(f.size for f in files) <= sum(f.size for f in files) / len(files) + largest
+
+
+def test_small_shares_make_one_file_and_large_ones_as_many_as_threads() -> None:
+    config = Config(io_threads=4, split_bytes=1 << 20)
+    small, large = rows("w", 0, 4096, 4096), rows("w", 0, 1 << 20, 1 << 20)
+    assert len(plan.layout([small], [0], {}, rank=0, attempt=ATTEMPT, config=config)) == 1
+    files = plan.layout([large], [0], {}, rank=0, attempt=ATTEMPT, config=config)
+    assert len(files) == 4
+    assert max(f.size for f in files) < 1.1 * min(f.size for f in files)
