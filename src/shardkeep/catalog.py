@@ -24,6 +24,7 @@ from shardkeep.manifest import (
     index_name,
     is_attempt_file,
 )
+from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage
 from shardkeep.types import Dialect, Item, Manifest, StoredFile, TensorInfo
 
@@ -216,10 +217,11 @@ def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
     found = digest(data)
     if found != manifest.index_digest:
         raise Corrupt("the index's digest is wrong", file=name, path=storage.url, expected=manifest.index_digest, got=found)
-    index = decode_index(data, path)
-    items: dict[str, list[Item]] = {key: [] for key in index.tensors}
-    for item in index.items:
-        items.setdefault(item.key, []).append(item)
+    with no_gc():
+        index = decode_index(data, path)
+        items: dict[str, list[Item]] = {key: [] for key in index.tensors}
+        for item in index.items:
+            items.setdefault(item.key, []).append(item)
     common = common_name(manifest.attempt)
     return Catalog(
         url=storage.url, dialect=index.dialect, tensors=index.tensors, items=items, files=index.files, checksum=index.checksum,
@@ -230,7 +232,8 @@ def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
 
 def read_foreign(storage: Storage, dialect: Dialect, sizes: dict[str, int]) -> Catalog:
     """The catalog of another tool's checkpoint: nothing is checksummed, sizes are what is on disk."""
-    parsed = foreign.parse_metadata(storage.get(METADATA), f"{storage.url}/{METADATA}")
+    with no_gc():
+        parsed = foreign.parse_metadata(storage.get(METADATA), f"{storage.url}/{METADATA}")
     common = parsed.items.pop(_COMMON_KEY, None) if dialect == "megatron" else None
     return Catalog(
         url=storage.url, dialect=dialect, tensors=parsed.tensors, items=parsed.items,

@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from shardkeep.fetch import (
     units_of,
 )
 from shardkeep.memory import is_direct
+from shardkeep.nogc import no_gc
 from shardkeep.reshard import Finder, blocks, contiguous_in, copies, show, start_of, strides
 from shardkeep.storage import Buffer, Reader, Storage
-from shardkeep.types import Box, Item, dtype_name, dtype_named, whole
+from shardkeep.types import Box, Item, TensorInfo, dtype_name, dtype_named, whole
 
 _SHOWN = 10
+_dtype = lru_cache(maxsize=256)(dtype_named)
 _FOREIGN_HOLE_BYTES = 256 << 10  # without checksums, holes larger than this are not worth reading
 
 
@@ -67,7 +70,20 @@ def check_targets(catalog: Catalog, targets: Sequence[Target]) -> None:
                              path=catalog.url)
         raise MissingKey(f"the checkpoint has no tensor {shown}", path=catalog.url, num_missing=len(missing))
     for target in targets:
-        _check(catalog, target)
+        if not _plainly_fits(target, catalog.tensors[target.key]):
+            _check(catalog, target)
+
+
+def _plainly_fits(target: Target, info: TensorInfo) -> bool:
+    """The common case, decided quickly: the whole tensor into a contiguous one of its shape and dtype on the CPU."""
+    tensor, box = target.tensor, target.box
+    if (
+        box.shape != info.shape or any(box.offset) or tensor.shape != box.shape or tensor.dtype is not _dtype(info.dtype)
+        or (target.shape is not None and target.shape != info.shape) or not is_direct(tensor)
+    ):
+        return False
+    num_bytes: int = tensor.untyped_storage().nbytes()
+    return (tensor.storage_offset() + tensor.numel()) * tensor.element_size() <= num_bytes
 
 
 def _check(catalog: Catalog, target: Target) -> None:
@@ -117,9 +133,10 @@ def read_tensors(storage: Storage, catalog: Catalog, targets: Sequence[Target], 
     check_targets(catalog, targets)
     planner = _Planner(storage, catalog, config)
     try:
-        for target in targets:
-            planner.add(target)
-        units = planner.units()
+        with no_gc():
+            for target in targets:
+                planner.add(target)
+            units = planner.units()
     finally:
         planner.close()
     devices = {t.tensor.device for t in targets if t.tensor.device.type == "cuda"}
@@ -150,21 +167,24 @@ class _Planner:
         finder = self._finders.get(key)
         if finder is None:
             finder = self._finders[key] = Finder(self._catalog.items[key])
-        tensor = target.tensor.detach()
-        itemsize = dtype_named(self._catalog.tensors[key].dtype).itemsize
-        direct = is_direct(tensor) and dtype_name(tensor.dtype) == self._catalog.tensors[key].dtype
-        for item, part in copies(key, target.box, finder, partial=target.clip):
+        dtype = _dtype(self._catalog.tensors[key].dtype)
+        itemsize = dtype.itemsize
+        tensor, box = target.tensor, target.box
+        direct = tensor.dtype is dtype and is_direct(tensor)
+        for item, part in copies(key, box, finder, partial=target.clip):
             self.num_bytes += part.numel * itemsize
             payload = item.payload_offset if item.payload_offset >= 0 else self._payload(item)
             self._check_size(item)
             if payload is None:
-                self._add_archive(item, part, target.box, tensor)
-            elif direct and contiguous_in(item.box, part) and contiguous_in(target.box, part):
+                self._add_archive(item, part, box, tensor.detach())
+            elif direct and part is box and item.box == box:  # the layout has not changed
+                self._to(item.file).append(Segment(payload, payload + item.num_bytes, tensor.data_ptr()))
+            elif direct and contiguous_in(item.box, part) and contiguous_in(box, part):
                 start = payload + start_of(item.box, part) * itemsize
-                address = tensor.data_ptr() + start_of(target.box, part) * itemsize
+                address = tensor.data_ptr() + start_of(box, part) * itemsize
                 self._to(item.file).append(Segment(start, start + part.numel * itemsize, address))
             else:
-                self._add_strided(item, part, target.box, tensor, payload, itemsize)
+                self._add_strided(item, part, box, tensor.detach(), payload, itemsize)
 
     def _add_strided(self, item: Item, part: Box, box: Box, tensor: torch.Tensor, payload: int, itemsize: int) -> None:
         out = tensor.view(box.shape)
