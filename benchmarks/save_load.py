@@ -228,6 +228,7 @@ def hardware(directory: Path, num_cores: int) -> dict[str, Any]:
         "cpu": models[0] if models else platform.machine(),
         "cores_used": num_cores,
         "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "kernel": platform.release(),
         "filesystem": filesystem or "unknown",
         "python": platform.python_version(),
@@ -241,7 +242,8 @@ def report(
     console = Console(width=None if os.isatty(1) else 150)
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     console.print(
-        f"{machine['cpu']}, {machine['cores_used']} of {machine['cores']} cores, Linux {machine['kernel']}"
+        f"{machine['cpu']}, {machine['cores_used']} of {machine['cores']} cores, Linux {machine['kernel']},"
+        f" load average {machine['load_average']:.1f} at the start (ratios want it near 0)"
     )
     console.print(
         f"{num_bytes / 2**30:.2f} GiB in {args.tensors} tensors on {machine['filesystem']}; {versions}"
@@ -303,6 +305,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     args = _arguments()
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    machine = hardware(args.dir, len(cores))  # before the run adds to the load
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     num_elements = max(1, int(args.gib * 2**30) // 4 // args.tensors)
@@ -322,7 +325,7 @@ def main() -> None:
         measure(contestants, state, target, Path(scratch) / "checkpoint", args.rounds)
         dist.destroy_process_group()
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    report(args, hardware(args.dir, len(cores)), contestants, num_bytes)
+    report(args, machine, contestants, num_bytes)
 
 
 if __name__ == "__main__":  # megatron-core's save spawns a manager, which imports this file again
