@@ -230,7 +230,7 @@ def hardware(directory: Path, num_cores: int) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "kernel": platform.release(),
-        "filesystem": filesystem or "unknown",
+        "filesystem": filesystem.splitlines()[-1] if filesystem else "unknown",  # mounts may be stacked
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
     }
