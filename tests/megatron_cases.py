@@ -1,4 +1,6 @@
-"""What the Megatron tests run on each rank: a real GPT with DDP and DistributedOptimizer, on the CPU with gloo."""
+"""What the Megatron tests run on each rank: a real GPT with DDP and DistributedOptimizer, on the CPU with
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,12 @@ def _load(directory: str, tp: int, load: Callable[..., Any]) -> dict[str, Any]:
     assert loaded["local"] == {"rank": dist.get_rank()}
     model.load_state_dict(job, loaded)
     restored = digests(job)
-    return {"digests": restored, "next": train(job, TRAINED_STEPS, 2), "rng": loaded["rng"], "iteration": loaded["iteration"]}
+    return {
+        "digests": restored,
+        "next": train(job, TRAINED_STEPS, 2),
+        "rng": loaded["rng"],
+        "iteration": loaded["iteration"],
+    }
 
 
 def in_place_load(directory: str, tp: int) -> dict[str, Any]:
@@ -115,12 +122,19 @@ def in_place_load(directory: str, tp: int) -> dict[str, Any]:
     state["iteration"] = 0
     report = sk.load(state, directory)
     assert report.missing == report.unexpected == ()
-    return {"rng": state["rng"].data, "iteration": state["iteration"], "num_bytes": report.num_bytes,
-            "scheduler": state["scheduler"], "model": model is not None}
+    return {
+        "rng": state["rng"].data,
+        "iteration": state["iteration"],
+        "num_bytes": report.num_bytes,
+        "scheduler": state["scheduler"],
+        "model": model is not None,
+    }
 
 
 def framework_save(directory: str, asynchronous: bool) -> dict[str, Any]:
-    """As SkyRL and verl save: under install(), with the fully parallel wrapper, and Megatron's own queue for async."""
+    """As SkyRL and verl save: under install(), with the fully parallel wrapper, and Megatron's own queue for
+    async.
+    """
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -133,11 +147,14 @@ def framework_save(directory: str, asynchronous: bool) -> dict[str, Any]:
     try:
         assert dist_checkpointing.save is not original
         strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"), parallel_state.get_data_parallel_group(with_context_parallel=True)
+            get_default_save_sharded_strategy("torch_dist"),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
         finalized: list[str] = []
         state, expected = state_of(job), digests(job)
-        request = dist_checkpointing.save(state, directory, sharded_strategy=strategy, async_sharded_save=asynchronous)
+        request = dist_checkpointing.save(
+            state, directory, sharded_strategy=strategy, async_sharded_save=asynchronous
+        )
         if asynchronous:
             request.add_finalize_fn(lambda: finalized.append(str(sk.is_committed(directory))))
             calls = AsyncCallsQueue(persistent=True)

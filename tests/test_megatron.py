@@ -1,15 +1,17 @@
-"""Megatron in and out: a real GPT with its DistributedOptimizer, over layouts and between shardkeep and megatron-core 0.16."""
+"""Megatron in and out: a real GPT with its DistributedOptimizer, over layouts and between shardkeep and
+megatron-core 0.16.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import megatron_cases as cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import megatron_cases as cases
 import shardkeep as sk
 from shardkeep.testing.cluster import ClusterPool
 
@@ -24,7 +26,9 @@ def ours(ranks: ClusterPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.parametrize("tp", [2, 1])
-def test_load_in_the_jail_gives_the_state_and_the_next_losses(ranks: ClusterPool, ours: tuple[str, list[Any]], tp: int) -> None:
+def test_load_in_the_jail_gives_the_state_and_the_next_losses(
+    ranks: ClusterPool, ours: tuple[str, list[Any]], tp: int
+) -> None:
     directory, saved = ours
     loaded = ranks.run(2, cases.our_load, directory, tp, jailed=True)
     for rank in range(2):
@@ -73,7 +77,9 @@ def test_load_fills_a_sharded_state_in_place(ranks: ClusterPool, ours: tuple[str
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_framework_code_runs_unchanged_in_the_jail(ranks: ClusterPool, tmp_path: Path, asynchronous: bool) -> None:
+def test_framework_code_runs_unchanged_in_the_jail(
+    ranks: ClusterPool, tmp_path: Path, asynchronous: bool
+) -> None:
     for result in ranks.run(2, cases.framework_save, str(tmp_path / "iter"), asynchronous, jailed=True):
         assert result["loaded"] == result["saved"]
         assert result["finalized"] == (["True"] if asynchronous else [])
@@ -88,7 +94,12 @@ def test_replicas_are_stored_once_and_bytes_balance(ranks: ClusterPool, tmp_path
         if name.endswith(".distcp"):
             by_rank[int(name.split("_")[2])] += file
     assert max(by_rank.values()) <= 1.1 * min(by_rank.values())
-    stored = sum(torch.Size(b.shape).numel() * getattr(torch, t.dtype).itemsize
-                 for k, t in checkpoint.tensors.items() for b in checkpoint.boxes(k))
-    expected = sum(torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in checkpoint.tensors.values())
+    stored = sum(
+        torch.Size(b.shape).numel() * getattr(torch, t.dtype).itemsize
+        for k, t in checkpoint.tensors.items()
+        for b in checkpoint.boxes(k)
+    )
+    expected = sum(
+        torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in checkpoint.tensors.values()
+    )
     assert stored == expected

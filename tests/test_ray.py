@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import ray_cases as cases
 
+import ray_cases as cases
 import shardkeep as sk
 from shardkeep.errors import NotCommitted, SaveFailed
 
@@ -45,7 +45,9 @@ def call(ray: ModuleType, group: list[Any], method: str, *args: Any) -> list[Any
 
 
 @pytest.mark.megatron
-def test_megatron_in_jailed_actors_resumes_under_another_layout(ray_local: ModuleType, start: Start, tmp_path: Path) -> None:
+def test_megatron_in_jailed_actors_resumes_under_another_layout(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
     group = start(cases.MegatronRank, 2)
     call(ray_local, group, "build", 2, 1234)
     call(ray_local, group, "train", 0, 3)
@@ -74,7 +76,9 @@ def test_groups_of_different_sizes_and_the_trainer_commit_as_one_step(
     async def trainer() -> None:
         assert await dispatch.restore() is None
         for step in (1, 2, 3):
-            saving = dispatch.save(step, trainer_state={"step": step}, files={"huggingface": {"config.json": b'{"a": 1}'}})
+            saving = dispatch.save(
+                step, trainer_state={"step": step}, files={"huggingface": {"config.json": b'{"a": 1}'}}
+            )
             await saving.captured()
             call(ray_local, policy + critic, "set_value", 100.0 * step)
             report = await saving
@@ -87,7 +91,11 @@ def test_groups_of_different_sizes_and_the_trainer_commit_as_one_step(
     assert dispatch.steps() == [2, 3]
     assert json.loads((tmp_path / "step_3/huggingface/config.json").read_text()) == {"a": 1}
     assert sorted(json.loads((tmp_path / "step_3/shardkeep.step.json").read_text())["components"]) == [
-        "critic", "huggingface", "policy", "trainer"]
+        "critic",
+        "huggingface",
+        "policy",
+        "trainer",
+    ]
     dispatch.restore(2).wait(60)
     assert call(ray_local, critic, "get") == [(100.0, "value 100.0")]
 
@@ -109,7 +117,9 @@ def test_a_dead_actor_is_named_and_the_previous_step_stands(
         saving.wait(60)
     assert time.monotonic() - began < 20  # the deadline
     message = str(caught.value)
-    assert f"group 'policy' rank {victim}" in message and f"pid {pids[victim]}" in message and "node" in message
+    assert (
+        f"group 'policy' rank {victim}" in message and f"pid {pids[victim]}" in message and "node" in message
+    )
     assert caught.value.fields["rank"] == victim
     assert dispatch.steps() == [1]
 
@@ -121,7 +131,9 @@ def test_a_dead_actor_is_named_and_the_previous_step_stands(
     assert dispatch.steps() == [1, 2]
 
 
-def test_a_rank_that_raises_fails_the_save_with_its_cause(ray_local: ModuleType, start: Start, tmp_path: Path) -> None:
+def test_a_rank_that_raises_fails_the_save_with_its_cause(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
     group = start(cases.FailingRank, 2, 1.0)
     dispatch = sk.ray.Dispatch(tmp_path / "run", {"policy": group}, config=sk.Config(deadline_s=5))
     dispatch.save(1).wait(60)
@@ -134,7 +146,9 @@ def test_a_rank_that_raises_fails_the_save_with_its_cause(ray_local: ModuleType,
     assert dispatch.steps() == [1, 3]
 
 
-def test_a_restore_of_what_is_not_there_says_what_is(ray_local: ModuleType, start: Start, tmp_path: Path) -> None:
+def test_a_restore_of_what_is_not_there_says_what_is(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
     group = start(cases.PlainRank, 1, 1.0)
     dispatch = sk.ray.Dispatch(tmp_path, {"policy": group})
     dispatch.save(4).wait(60)

@@ -4,7 +4,8 @@
 
     sk.save(state, path)                       # on every rank of the job, or in one process
     sk.load(state, path)                       # into `state`, whatever the layout that saved
-    handle = sk.save_async(state, path)        # returns once the state is copied; handle.wait() when committed
+    handle = sk.save_async(state, path)        # returns once the state is copied; handle.wait() when
+    committed
 
     run = sk.Run(root, keep=3)                 # numbered steps of components that commit together
     sk.megatron.install()                      # megatron.core.dist_checkpointing on shardkeep, code unchanged

@@ -1,8 +1,10 @@
-"""All ranks' captures -> one attempt and each rank's share of it. Collective; the only place where plans are cached.
+"""All ranks' captures -> one attempt and each rank's share of it. Collective; the only place where plans are
+cached.
 
-First the ranks exchange fingerprints of their headers (names, shapes, dtypes, boxes, replicas: nothing that memory can
-invalidate). If all of them remember the plan for these fingerprints it is used again; otherwise headers travel to rank 0,
-which plans. Only rank 0 asks the storage what exists. A nonce file proves that all ranks see the same directory.
+First the ranks exchange fingerprints of their headers (names, shapes, dtypes, boxes, replicas: nothing that
+memory can invalidate). If all of them remember the plan for these fingerprints it is used again; otherwise
+headers travel to rank 0, which plans. Only rank 0 asks the storage what exists. A nonce file proves that all
+ranks see the same directory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _SEE_NONCE_S = 10.0  # a network file system may show a new file late
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """`chosen`: indices of this rank's shards that it writes. `tensors` (rank 0): what the whole checkpoint holds."""
+    """`chosen`: indices of this rank's shards that it writes. `tensors` (rank 0): what the whole checkpoint
+    holds.
+    """
 
     attempt: str
     chosen: list[int]
@@ -73,13 +77,19 @@ def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config
 
 
 def same_for_all(ranks: Coordinator, catalog: Catalog) -> Catalog:
-    """The catalog, if all ranks have opened the same attempt; LoadFailed if a save replaced it while they did."""
+    """The catalog, if all ranks have opened the same attempt; LoadFailed if a save replaced it while they
+    did.
+    """
     attempt = catalog.manifest.attempt if catalog.manifest else catalog.url
     found = ranks.gather("opened", attempt)
     if found is not None and catalog.manifest and len(set(found)) > 1:
-        raise LoadFailed("ranks opened different attempts: the checkpoint was replaced meanwhile, or directories differ",
-                         path=catalog.url, expected=found[0], got=next(a for a in found if a != found[0]),
-                         remedy="Load again.")
+        raise LoadFailed(
+            "ranks opened different attempts: the checkpoint was replaced meanwhile, or directories differ",
+            path=catalog.url,
+            expected=found[0],
+            got=next(a for a in found if a != found[0]),
+            remedy="Load again.",
+        )
     return catalog
 
 
@@ -87,7 +97,9 @@ def fingerprint(captured: Captured, headers: list[ShardHeader]) -> str:
     return manifest.digest(msgspec.msgpack.encode((captured.dialect, headers)))
 
 
-def _make_plan(ranks: Coordinator, plan_id: str, headers: list[ShardHeader], captured: Captured, target: Target) -> None:
+def _make_plan(
+    ranks: Coordinator, plan_id: str, headers: list[ShardHeader], captured: Captured, target: Target
+) -> None:
     raw = ranks.gather("headers", msgspec.to_builtins(headers))
     shares, infos, num_bytes = None, {}, 0
     if raw is not None:
@@ -111,7 +123,11 @@ def _compare_values(digests: list[dict[str, str]], *, strict: bool) -> None:
                 continue
             what = f"ranks {rank_a} and {rank} hold different values of '{key}'"
             if strict:
-                raise InvalidState(what, key=key, remedy="Store per-rank values under keys that name the rank, or as a ShardedObject.")
+                raise InvalidState(
+                    what,
+                    key=key,
+                    remedy="Store per-rank values under keys that name the rank, or as a ShardedObject.",
+                )
             log.warning("%s; rank %d's is stored", what, rank_a)
             return  # one warning is enough
 
@@ -119,7 +135,12 @@ def _compare_values(digests: list[dict[str, str]], *, strict: bool) -> None:
 def _check_space(storage: Storage, num_bytes: int) -> None:
     free = storage.free_bytes()
     if free < num_bytes:
-        raise NoSpace("not enough room for the checkpoint", path=storage.url, expected=f"{num_bytes} bytes free", got=free)
+        raise NoSpace(
+            "not enough room for the checkpoint",
+            path=storage.url,
+            expected=f"{num_bytes} bytes free",
+            got=free,
+        )
 
 
 def _sees_nonce(storage: Storage, attempt: str) -> bool:
@@ -134,6 +155,8 @@ def _sees_nonce(storage: Storage, attempt: str) -> bool:
 def _other_directory(target: Target) -> None:
     what = "this rank does not see the directory that rank 0 sees"
     if not target.lenient:
-        raise InvalidState(what, path=target.storage.url, remedy="All ranks must save to one shared directory.")
+        raise InvalidState(
+            what, path=target.storage.url, remedy="All ranks must save to one shared directory."
+        )
     log.warning("%s (%s): its files stay on this host", what, target.storage.url)
     target.storage.make()

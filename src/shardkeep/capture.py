@@ -1,8 +1,10 @@
-"""State -> `Captured`: shards with their boxes, and plain values. Pure: no I/O, no collectives; the state is not changed.
+"""State -> `Captured`: shards with their boxes, and plain values. Pure: no I/O, no collectives; the state is
+not changed.
 
-A state is a nested dict. Without Megatron objects it is taken apart as torch DCP does it (dotted keys, `paths` to go back):
-tensors and DTensors become shards, every other leaf an object. With Megatron objects `shardkeep.megatron` takes it apart.
-Every tensor's memory is checked here, anew at each call, since frameworks release and move storages between saves.
+A state is a nested dict. Without Megatron objects it is taken apart as torch DCP does it (dotted keys,
+`paths` to go back): tensors and DTensors become shards, every other leaf an object. With Megatron objects
+`shardkeep.megatron` takes it apart. Every tensor's memory is checked here, anew at each call, since
+frameworks release and move storages between saves.
 """
 
 from __future__ import annotations
@@ -19,11 +21,23 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardkeep.errors import InvalidState, StorageReleased
 from shardkeep.memory import host_bytes
-from shardkeep.types import Box, Captured, ObjectShard, Path, Shard, ShardHeader, TensorShard, dtype_name, whole
+from shardkeep.types import (
+    Box,
+    Captured,
+    ObjectShard,
+    Path,
+    Shard,
+    ShardHeader,
+    TensorShard,
+    dtype_name,
+    whole,
+)
 
 
 def capture(state: Mapping[str, Any]) -> Captured:
-    """Take `state` apart. InvalidState for what cannot be stored, StorageReleased for a tensor without its memory."""
+    """Take `state` apart. InvalidState for what cannot be stored, StorageReleased for a tensor without its
+    memory.
+    """
     if not isinstance(state, Mapping):
         raise InvalidState("the state must be a dict", expected="dict", got=type(state).__name__)
     if has_megatron_objects(state):
@@ -37,7 +51,9 @@ def _capture_plain(state: Mapping[str, Any]) -> Captured:
     flat, paths = _flatten(state)
     shards: list[Shard] = []
     for key, value in flat.items():
-        shards.extend(tensor_shards(key, value) if isinstance(value, torch.Tensor) else [object_shard(key, value)])
+        shards.extend(
+            tensor_shards(key, value) if isinstance(value, torch.Tensor) else [object_shard(key, value)]
+        )
     digests = {s.header.key: value_digest(s.value) for s in shards if isinstance(s, ObjectShard)}
     return Captured(dialect="dcp", shards=shards, paths=paths, digests=digests)
 
@@ -55,22 +71,36 @@ def tensor_shards(key: str, tensor: torch.Tensor) -> list[Shard]:
     if not isinstance(tensor, DTensor):
         return [tensor_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
     if any(isinstance(p, Partial) for p in tensor.placements):
-        raise InvalidState("a DTensor with Partial placement holds no final values", key=key,
-                           remedy="Call full_tensor() or redistribute it before saving.")
+        raise InvalidState(
+            "a DTensor with Partial placement holds no final values",
+            key=key,
+            remedy="Call full_tensor() or redistribute it before saving.",
+        )
     local = tensor.to_local()
-    chunks = tensor.__create_chunk_list__() if local.numel() or not tensor.numel() else []
+    if tensor.numel() and not local.numel():  # an uneven layout leaves this rank nothing
+        return []
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     boxes = [Box(offset=tuple(c.offsets), shape=tuple(c.sizes)) for c in chunks]
     return [tensor_shard(key, local, tuple(tensor.shape), box) for box in boxes]
 
 
-def tensor_shard(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True) -> Shard:
+def tensor_shard(
+    key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True
+) -> Shard:
     """A checked shard: the tensor holds `box` of a global tensor of `shape`."""
     tensor = tensor.detach()
     check_memory(key, tensor)
     if tensor.numel() != box.numel:
-        raise InvalidState("a shard's tensor does not hold its box", key=key, expected=box.shape, got=tuple(tensor.shape))
+        raise InvalidState(
+            "a shard's tensor does not hold its box", key=key, expected=box.shape, got=tuple(tensor.shape)
+        )
     header = ShardHeader(
-        key=key, kind="tensor", dtype=dtype_name(tensor.dtype), shape=shape, box=box, is_main=is_main,
+        key=key,
+        kind="tensor",
+        dtype=dtype_name(tensor.dtype),
+        shape=shape,
+        box=box,
+        is_main=is_main,
         num_bytes=tensor.numel() * tensor.element_size(),
     )
     return TensorShard(header=header, tensor=tensor)
@@ -78,23 +108,38 @@ def tensor_shard(key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Bo
 
 def object_shard(key: str, value: Any, is_main: bool = True) -> Shard:
     """A value stored as one item."""
-    header = ShardHeader(key=key, kind="object", dtype="", shape=(), box=whole(()), is_main=is_main, num_bytes=0)
+    header = ShardHeader(
+        key=key, kind="object", dtype="", shape=(), box=whole(()), is_main=is_main, num_bytes=0
+    )
     return ObjectShard(header=header, value=value)
 
 
 def check_memory(key: str, tensor: torch.Tensor) -> None:
-    """InvalidState for layouts without plain memory, StorageReleased where the storage is smaller than the tensor needs."""
+    """InvalidState for layouts without plain memory, StorageReleased where the storage is smaller than the
+    tensor needs.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise InvalidState("only strided tensors with memory can be stored", key=key, expected="strided",
-                           got=f"{tensor.layout} on {tensor.device}")
+        raise InvalidState(
+            "only strided tensors with memory can be stored",
+            key=key,
+            expected="strided",
+            got=f"{tensor.layout} on {tensor.device}",
+        )
     if tensor.numel() == 0:
         return
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset() + sum(
+        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     needed = (last + 1) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
     if held < needed:
-        raise StorageReleased("the tensor's memory was released or shrunk", key=key, expected=f"{needed} bytes",
-                              got=f"{held} bytes", remedy="Bring an offloaded model back before saving it.")
+        raise StorageReleased(
+            "the tensor's memory was released or shrunk",
+            key=key,
+            expected=f"{needed} bytes",
+            got=f"{held} bytes",
+            remedy="Bring an offloaded model back before saving it.",
+        )
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -119,7 +164,9 @@ def has_megatron_objects(state: Mapping[str, Any]) -> bool:
 
 
 def value_digest(value: Any) -> str:
-    """A digest by content: equal values give equal digests on every rank, whatever their identity or insertion order."""
+    """A digest by content: equal values give equal digests on every rank, whatever their identity or
+    insertion order.
+    """
     hasher = xxhash.xxh3_64()
     for part in _canonical(value):
         hasher.update(part)
@@ -128,25 +175,30 @@ def value_digest(value: Any) -> str:
 
 def _canonical(value: Any) -> Iterator[bytes]:
     yield type(value).__name__.encode()
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        if value.device.type != "meta" and value.numel():
-            yield bytes(host_bytes(value.detach().cpu().contiguous()))
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             yield repr(key).encode()
             yield from _canonical(value[key])
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         yield str(len(value)).encode()
         for child in value:
             yield from _canonical(child)
+    else:
+        yield from _canonical_leaf(value)
+
+
+def _canonical_leaf(value: Any) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.device.type != "meta":
+            yield bytes(host_bytes(value.detach().cpu().contiguous()))
     elif isinstance(value, enum.Enum):
         yield value.name.encode()
-    elif hasattr(value, "tobytes"):  # numpy arrays and scalars
-        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode() + value.tobytes()
     elif isinstance(value, bytes):
         yield value
-    elif type(value).__repr__ is not object.__repr__:
+    elif hasattr(value, "tobytes"):  # numpy arrays and scalars
+        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode() + value.tobytes()
+    elif "object at 0x" not in repr(value):  # an address says nothing of the content
         yield repr(value).encode()
     elif hasattr(value, "__dict__"):
         yield from _canonical(vars(value))

@@ -1,7 +1,8 @@
-"""What a reader knows of a checkpoint, ours or another tool's; and the one rule that says whether a directory is committed.
+"""What a reader knows of a checkpoint, ours or another tool's; and the one rule that says whether a
+directory is committed.
 
-In: a storage. Out: a `Catalog`, or an error that says what is wrong and what to do. Of ours only JSON and msgpack are read;
-another tool's `.metadata` goes through the allow-list of `foreign.py`.
+In: a storage. Out: a `Catalog`, or an error that says what is wrong and what to do. Of ours only JSON and
+msgpack are read; another tool's `.metadata` goes through the allow-list of `foreign.py`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _TRIES = 5  # a reader may meet a save that replaces the manifest and removes th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """A committed checkpoint as its readers see it. `manifest` is None for another tool's; then nothing has checksums and the
-    `payload_offset` of tensor items is -1 (their own zip directory has it). `common` names the file of plain values, if any;
-    `common_item` is the item that holds them instead from megatron-core 0.19, and is not in `items`.
-    `mcore` holds, for a foreign Megatron checkpoint, what it adds per key (`nd_reformulated_orig_global_shape`)."""
+    """A committed checkpoint as its readers see it. `manifest` is None for another tool's; then nothing has
+    checksums and the `payload_offset` of tensor items is -1 (their own zip directory has it). `common`
+    names the file of plain values, if any; `common_item` is the item that holds them instead from
+    megatron-core 0.19, and is not in `items`. `mcore` holds, for a foreign Megatron checkpoint, what it
+    adds per key (`nd_reformulated_orig_global_shape`)."""
 
     url: str
     dialect: Dialect
@@ -66,7 +68,8 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Who wrote the last committed state of a directory: `manifest` (ours), `foreign` (another tool's dialect), or `error`."""
+    """Who wrote the last committed state of a directory: `manifest` (ours), `foreign` (another tool's
+    dialect), or `error`."""
 
     sizes: dict[str, int]
     manifest: Manifest | None = None
@@ -119,11 +122,17 @@ def _judge_once(storage: Storage, manifest_name: str) -> Verdict:
     try:
         sizes = storage.sizes()
     except NotADirectoryError:
-        return Verdict(sizes={}, error=NotCommitted("not a directory", path=storage.url,
-                                                    remedy="Give the directory that holds the checkpoint."))
+        return Verdict(
+            sizes={},
+            error=NotCommitted(
+                "not a directory", path=storage.url, remedy="Give the directory that holds the checkpoint."
+            ),
+        )
     manifest, damage = _read_manifest(storage, manifest_name, sizes)
     if manifest_name != MANIFEST:  # a step of a run names its attempt: fixed names may belong to a newer one
-        error = damage or (_first_problem(manifest, sizes, storage.url) if manifest else _nothing(storage, sizes))
+        error = damage or (
+            _first_problem(manifest, sizes, storage.url) if manifest else _nothing(storage, sizes)
+        )
         return Verdict(sizes=sizes, manifest=manifest, error=error)
     if manifest is not None and _metadata_is_ours(storage, sizes, manifest):
         return Verdict(sizes=sizes, manifest=manifest, error=_first_problem(manifest, sizes, storage.url))
@@ -132,7 +141,9 @@ def _judge_once(storage: Storage, manifest_name: str) -> Verdict:
     return Verdict(sizes=sizes, error=damage or _nothing(storage, sizes))
 
 
-def _read_manifest(storage: Storage, name: str, sizes: dict[str, int]) -> tuple[Manifest | None, Corrupt | None]:
+def _read_manifest(
+    storage: Storage, name: str, sizes: dict[str, int]
+) -> tuple[Manifest | None, Corrupt | None]:
     if name not in sizes:
         return None, None
     try:
@@ -152,17 +163,29 @@ def size_problems(manifest: Manifest, sizes: dict[str, int], url: str) -> Iterat
     for name, expected in manifest.files.items():
         got = sizes.get(name)
         if got is None:
-            yield Corrupt("a file of the checkpoint is missing", file=name, path=url, expected=f"{expected} bytes", got="no file")
+            yield Corrupt(
+                "a file of the checkpoint is missing",
+                file=name,
+                path=url,
+                expected=f"{expected} bytes",
+                got="no file",
+            )
         elif got != expected:
-            yield Corrupt("a file of the checkpoint has the wrong size", file=name, path=url,
-                          expected=f"{expected} bytes", got=f"{got} bytes")
+            yield Corrupt(
+                "a file of the checkpoint has the wrong size",
+                file=name,
+                path=url,
+                expected=f"{expected} bytes",
+                got=f"{got} bytes",
+            )
 
 
 def _metadata_is_ours(storage: Storage, sizes: dict[str, int], manifest: Manifest | None) -> bool:
-    """Whether `.metadata` was written by `manifest`'s attempt or by another attempt of ours; if not, another tool overwrote it.
+    """Whether `.metadata` was written by `manifest`'s attempt or by another attempt of ours; if not,
+    another tool overwrote it.
 
-    `.metadata` alone decides: it is what every other tool writes at its own commit. Other fixed names may be edited by people
-    (a tokenizer's config), and ours never reads them. A missing one says nothing.
+    `.metadata` alone decides: it is what every other tool writes at its own commit. Other fixed names may
+    be edited by people (a tokenizer's config), and ours never reads them. A missing one says nothing.
     """
     if METADATA not in sizes:
         return manifest is not None
@@ -185,28 +208,48 @@ def _judge_foreign(storage: Storage, sizes: dict[str, int]) -> Verdict:
     """Another tool's marker: Megatron's `metadata.json` beside `.metadata`, or DCP's `.metadata` alone."""
     if "metadata.json" not in sizes:
         if "common.pt" in sizes:  # Megatron writes common.pt first and metadata.json last
-            return Verdict(sizes=sizes, error=NotCommitted(
-                "a Megatron save that did not finish: common.pt without metadata.json", path=storage.url,
-                remedy="Load an earlier step."))
+            return Verdict(
+                sizes=sizes,
+                error=NotCommitted(
+                    "a Megatron save that did not finish: common.pt without metadata.json",
+                    path=storage.url,
+                    remedy="Load an earlier step.",
+                ),
+            )
         return Verdict(sizes=sizes, foreign="dcp")
     try:
         if not isinstance(json.loads(storage.get("metadata.json")), dict):
             raise ValueError("not an object")
     except (ValueError, FileNotFoundError) as e:
-        return Verdict(sizes=sizes, error=NotCommitted(f"metadata.json cannot be read: {e}", path=storage.url,
-                                                       remedy="Load an earlier step."))
+        return Verdict(
+            sizes=sizes,
+            error=NotCommitted(
+                f"metadata.json cannot be read: {e}", path=storage.url, remedy="Load an earlier step."
+            ),
+        )
     return Verdict(sizes=sizes, foreign="megatron")
 
 
 def _nothing(storage: Storage, sizes: dict[str, int]) -> NotCommitted:
     if not sizes:
-        return NotCommitted("no checkpoint here: the directory is empty or does not exist", path=storage.url,
-                            remedy="Check the path; checkpoints of a run are in its step directories.")
+        return NotCommitted(
+            "no checkpoint here: the directory is empty or does not exist",
+            path=storage.url,
+            remedy="Check the path; checkpoints of a run are in its step directories.",
+        )
     if any(is_attempt_file(name) for name in sizes):
-        return NotCommitted("only leftovers of a save that did not finish", path=storage.url, files=len(sizes),
-                            remedy="Load an earlier step; the next save to this directory removes them.")
-    return NotCommitted("no checkpoint here: neither shardkeep.json nor .metadata", path=storage.url, files=len(sizes),
-                        remedy="Check the path; checkpoints of a run are in its step directories.")
+        return NotCommitted(
+            "only leftovers of a save that did not finish",
+            path=storage.url,
+            files=len(sizes),
+            remedy="Load an earlier step; the next save to this directory removes them.",
+        )
+    return NotCommitted(
+        "no checkpoint here: neither shardkeep.json nor .metadata",
+        path=storage.url,
+        files=len(sizes),
+        remedy="Check the path; checkpoints of a run are in its step directories.",
+    )
 
 
 def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
@@ -216,7 +259,13 @@ def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
     data = storage.get(name)
     found = digest(data)
     if found != manifest.index_digest:
-        raise Corrupt("the index's digest is wrong", file=name, path=storage.url, expected=manifest.index_digest, got=found)
+        raise Corrupt(
+            "the index's digest is wrong",
+            file=name,
+            path=storage.url,
+            expected=manifest.index_digest,
+            got=found,
+        )
     with no_gc():
         index = decode_index(data, path)
         items: dict[str, list[Item]] = {key: [] for key in index.tensors}
@@ -224,8 +273,15 @@ def read_ours(storage: Storage, manifest: Manifest) -> Catalog:
             items.setdefault(item.key, []).append(item)
     common = common_name(manifest.attempt)
     return Catalog(
-        url=storage.url, dialect=index.dialect, tensors=index.tensors, items=items, files=index.files, checksum=index.checksum,
-        chunk_bytes=index.chunk_bytes, paths=index.paths, common=common if common in manifest.files else None,
+        url=storage.url,
+        dialect=index.dialect,
+        tensors=index.tensors,
+        items=items,
+        files=index.files,
+        checksum=index.checksum,
+        chunk_bytes=index.chunk_bytes,
+        paths=index.paths,
+        common=common if common in manifest.files else None,
         manifest=manifest,
     )
 
@@ -236,9 +292,18 @@ def read_foreign(storage: Storage, dialect: Dialect, sizes: dict[str, int]) -> C
         parsed = foreign.parse_metadata(storage.get(METADATA), f"{storage.url}/{METADATA}")
     common = parsed.items.pop(_COMMON_KEY, None) if dialect == "megatron" else None
     return Catalog(
-        url=storage.url, dialect=dialect, tensors=parsed.tensors, items=parsed.items,
-        files={name: StoredFile(size=size, checksums=b"") for name, size in sizes.items() if name in parsed.files},
-        checksum="none", chunk_bytes=1 << 20, paths=parsed.paths,
-        common="common.pt" if dialect == "megatron" and "common.pt" in sizes else None, manifest=None, mcore=parsed.mcore,
+        url=storage.url,
+        dialect=dialect,
+        tensors=parsed.tensors,
+        items=parsed.items,
+        files={
+            name: StoredFile(size=size, checksums=b"") for name, size in sizes.items() if name in parsed.files
+        },
+        checksum="none",
+        chunk_bytes=1 << 20,
+        paths=parsed.paths,
+        common="common.pt" if dialect == "megatron" and "common.pt" in sizes else None,
+        manifest=None,
+        mcore=parsed.mcore,
         common_item=common[0] if common else None,
     )

@@ -7,8 +7,8 @@
     commit    results of all ranks -> index, fixed-name files, manifest
     load      manifest -> byte ranges -> tensors
 
-Collective over the default process group, or for one process alone. `begin` holds the training thread; `finish` may run
-in the background.
+Collective over the default process group, or for one process alone. `begin` holds the training thread;
+`finish` may run in the background.
 """
 
 from __future__ import annotations
@@ -44,19 +44,30 @@ Judge = Callable[[Difference, str], Any]
 Pathlike = str | os.PathLike[str]
 
 
-def save(state: Mapping[str, Any], path: Pathlike, *, overwrite: bool = False, config: Config | None = None) -> SaveReport:
-    """Save `state` as the checkpoint `path`; returns when it is committed and durable. Extra host memory: the staging ring.
+def save(
+    state: Mapping[str, Any], path: Pathlike, *, overwrite: bool = False, config: Config | None = None
+) -> SaveReport:
+    """Save `state` as the checkpoint `path`; returns when it is committed and durable. Extra host memory: the
+    staging ring.
 
-    `state` is a nested dict of tensors, DTensors, Megatron sharded objects and plain values. Raises InvalidState,
-    StorageReleased, AlreadyCommitted or NoSpace before anything is written; SaveFailed afterwards, on every rank, with the
-    previous checkpoint untouched."""
+    `state` is a nested dict of tensors, DTensors, Megatron sharded objects and plain values. Raises
+    InvalidState, StorageReleased, AlreadyCommitted or NoSpace before anything is written; SaveFailed
+    afterwards, on every rank, with the previous checkpoint untouched.
+    """
     return save_to(state, Target(storage=storage_for(path), overwrite=overwrite), config)
 
 
 def save_async(
-    state: Mapping[str, Any], path: Pathlike, *, capture: str = "snapshot", overwrite: bool = False, config: Config | None = None
+    state: Mapping[str, Any],
+    path: Pathlike,
+    *,
+    capture: str = "snapshot",
+    overwrite: bool = False,
+    config: Config | None = None,
 ) -> SaveHandle[SaveReport]:
-    """As `save`, but returns once the state is copied to host memory; a thread does the rest. The handle carries its errors."""
+    """As `save`, but returns once the state is copied to host memory; a thread does the rest. The handle
+    carries its errors.
+    """
     if capture != "snapshot":
         raise ValueError(f"capture must be 'snapshot', got {capture!r}")
     return save_to_async(state, Target(storage=storage_for(path), overwrite=overwrite), config)
@@ -69,7 +80,9 @@ def save_to(state: Mapping[str, Any], target: Target, config: Config | None = No
     return replace(report, stall_s=begun.phases.total_s())
 
 
-def save_to_async(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveHandle[SaveReport]:
+def save_to_async(
+    state: Mapping[str, Any], target: Target, config: Config | None = None
+) -> SaveHandle[SaveReport]:
     """`save_async` with the rules of a `Target`."""
     begun = begin(state, target, resolve(config), snapshot=True)
     return background.submit(lambda: finish(begun), cancel=begun.stop.set)
@@ -88,12 +101,24 @@ class Begun:
     stall_s: float
     stop: threading.Event = field(default_factory=threading.Event)
 
+    def abandon(self) -> None:
+        """Give up a save that will not be finished: its memory, and on rank 0 its files."""
+        self.frozen.release()
+        if self.ranks.rank == 0:
+            commit.abandon(self.target.storage, self.agreement.attempt)
+
 
 def begin(
-    state: Mapping[str, Any], target: Target, config: Config, *, snapshot: bool,
+    state: Mapping[str, Any],
+    target: Target,
+    config: Config,
+    *,
+    snapshot: bool,
     take_apart: Callable[[Mapping[str, Any]], Captured] = take_apart,
 ) -> Begun:
-    """Capture, agree with the other ranks, freeze what may change: the part that holds the training thread."""
+    """Capture, agree with the other ranks, freeze what may change: the part that holds the training
+    thread.
+    """
     phases = Phases("save", target.storage.url)
     ranks = open_session(f"save {target.storage.url}", config.deadline_s)
     agreement = None
@@ -105,13 +130,22 @@ def begin(
             with phases("plan"):
                 agreement = agree(ranks, captured, target, config)
             with phases("stage"):
-                frozen = freeze(captured, agreement.chosen, ranks.rank, snapshot=snapshot, lenient=target.lenient)
+                frozen = freeze(
+                    captured, agreement.chosen, ranks.rank, snapshot=snapshot, lenient=target.lenient
+                )
     except BaseException:
         if agreement and ranks.rank == 0:
             commit.abandon(target.storage, agreement.attempt)
         raise
-    return Begun(ranks=ranks, target=target, config=config, agreement=agreement, frozen=frozen, phases=phases,
-                 stall_s=phases.total_s())
+    return Begun(
+        ranks=ranks,
+        target=target,
+        config=config,
+        agreement=agreement,
+        frozen=frozen,
+        phases=phases,
+        stall_s=phases.total_s(),
+    )
 
 
 def finish(begun: Begun) -> SaveReport:
@@ -127,19 +161,37 @@ def finish(begun: Begun) -> SaveReport:
     finally:
         begun.frozen.release()
     return SaveReport(
-        path=begun.target.storage.url, attempt=manifest.attempt, num_bytes=manifest.totals["num_bytes"],
-        num_items=manifest.totals["num_items"], num_files=manifest.totals["num_files"], seconds=dict(phases.seconds),
-        stall_s=begun.stall_s, manifest_digest=manifest.digest,
+        path=begun.target.storage.url,
+        attempt=manifest.attempt,
+        num_bytes=manifest.totals["num_bytes"],
+        num_items=manifest.totals["num_items"],
+        num_files=manifest.totals["num_files"],
+        seconds=dict(phases.seconds),
+        stall_s=begun.stall_s,
+        manifest_digest=manifest.digest,
     )
 
 
 def _write(begun: Begun) -> RankResult:
     """This rank's files, durable; on an error none of them is left."""
     target, frozen, attempt = begun.target, begun.frozen, begun.agreement.attempt
-    files = plan.layout(frozen.headers, begun.agreement.chosen, frozen.payloads, rank=begun.ranks.rank, attempt=attempt,
-                        config=begun.config)
-    job = write.Job(storage=target.storage, files=files, shards=frozen.shards, payloads=frozen.payloads, config=begun.config,
-                    ready=frozen.ready, stop=begun.stop)
+    files = plan.layout(
+        frozen.headers,
+        begun.agreement.chosen,
+        frozen.payloads,
+        rank=begun.ranks.rank,
+        attempt=attempt,
+        config=begun.config,
+    )
+    job = write.Job(
+        storage=target.storage,
+        files=files,
+        shards=frozen.shards,
+        payloads=frozen.payloads,
+        config=begun.config,
+        ready=frozen.ready,
+        stop=begun.stop,
+    )
     try:
         stored = write.write_files(job)
         if begun.config.durable:
@@ -151,8 +203,9 @@ def _write(begun: Begun) -> RankResult:
 
 
 def _commit(begun: Begun, result: RankResult) -> Manifest:
-    """Rank 0 commits what all have written. Once this rank's result is handed in, only rank 0 may remove files: it alone
-    knows whether they count."""
+    """Rank 0 commits what all have written. Once this rank's result is handed in, only rank 0 may remove
+    files: it alone knows whether they count.
+    """
     try:
         results = begun.ranks.gather("written", msgspec.to_builtins(result))
     except BaseException as e:
@@ -163,8 +216,13 @@ def _commit(begun: Begun, result: RankResult) -> Manifest:
     if results is not None:
         frozen, agreement = begun.frozen, begun.agreement
         manifest = commit.commit(
-            begun.target, agreement.attempt, msgspec.convert(results, list[RankResult]), dialect=frozen.dialect,
-            tensors=agreement.tensors, common=frozen.common, config=begun.config,
+            begun.target,
+            agreement.attempt,
+            msgspec.convert(results, list[RankResult]),
+            dialect=frozen.dialect,
+            tensors=agreement.tensors,
+            common=frozen.common,
+            config=begun.config,
         )
     return msgspec.convert(begun.ranks.broadcast("committed", msgspec.to_builtins(manifest)), Manifest)
 
@@ -175,18 +233,29 @@ def _remove(begun: Begun, files: list[str]) -> None:
         commit.abandon(begun.target.storage, begun.agreement.attempt)
 
 
-def load(state: Mapping[str, Any], path: Pathlike, *, strict: bool = True, config: Config | None = None) -> LoadReport:
-    """Load the checkpoint `path` into `state`, in place: tensors are filled, plain values replaced. Any layout loads into any.
+def load(
+    state: Mapping[str, Any], path: Pathlike, *, strict: bool = True, config: Config | None = None
+) -> LoadReport:
+    """Load the checkpoint `path` into `state`, in place: tensors are filled, plain values replaced. Any
+    layout loads into any.
 
-    Raises NotCommitted, MissingKey, UnexpectedKey (unless not `strict`), Mismatch before anything in `state` has changed;
-    Corrupt or LoadFailed if stored bytes turn out to be wrong or unreadable, on every rank."""
+    Raises NotCommitted, MissingKey, UnexpectedKey (unless not `strict`), Mismatch before anything in `state`
+    has changed; Corrupt or LoadFailed if stored bytes turn out to be wrong or unreadable, on every rank.
+    """
     return load_from(storage_for(path), resolve(config), lambda: template(state), strict_rule(strict))[1]
 
 
 def load_from(
-    storage: Storage, config: Config, make_template: Callable[[], T], judge: Judge, *, manifest_name: str = MANIFEST
+    storage: Storage,
+    config: Config,
+    make_template: Callable[[], T],
+    judge: Judge,
+    *,
+    manifest_name: str = MANIFEST,
 ) -> tuple[T, LoadReport, Any]:
-    """`load` in its general form: the template, the report, and what `judge` made of the difference between the keys."""
+    """`load` in its general form: the template, the report, and what `judge` made of the difference between
+    the keys.
+    """
     phases = Phases("load", storage.url)
     with shared_load(f"load {storage.url}", config) as ranks:
         with phases("plan"):
@@ -200,13 +269,21 @@ def load_from(
             ranks.settle("checked")
         with phases("read"):
             num_bytes, read_bytes = read_tensors(storage, catalog, targets, config)
-            values = {k: load_value(read_object(storage, catalog, k), k) for k in wanted.values if k not in absent}
+            values = {
+                k: load_value(read_object(storage, catalog, k), k) for k in wanted.values if k not in absent
+            }
             common = read_common(storage, catalog)
         with phases("restore"):
             wanted.restore(values, common, absent)
             ranks.settle("loaded")
-    report = LoadReport(path=storage.url, num_bytes=num_bytes, read_bytes=read_bytes, seconds=dict(phases.seconds),
-                        missing=difference.missing, unexpected=difference.unexpected)
+    report = LoadReport(
+        path=storage.url,
+        num_bytes=num_bytes,
+        read_bytes=read_bytes,
+        seconds=dict(phases.seconds),
+        missing=difference.missing,
+        unexpected=difference.unexpected,
+    )
     return wanted, report, judged
 
 

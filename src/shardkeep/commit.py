@@ -1,8 +1,8 @@
 """Results of all ranks -> a committed checkpoint. Runs on rank 0; docs/format.md has the order of writing.
 
-Invariants: nothing that the previous checkpoint's manifest lists is touched before the new manifest is in place; the manifest
-is written last, in one step; only then do older files go. So a crash between any two operations leaves, for our
-readers, the old checkpoint whole or the new one.
+Invariants: nothing that the previous checkpoint's manifest lists is touched before the new manifest is in
+place; the manifest is written last, in one step; only then do older files go. So a crash between any two
+operations leaves, for our readers, the old checkpoint whole or the new one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _FIXED_NAMES = ("common.pt", ".metadata", "metadata.json")
 def open_attempt(target: Target) -> str:
     """A fresh attempt id, its directory and its nonce file. AlreadyCommitted before anything is created."""
     if not target.overwrite and is_committed(target.storage):
-        raise AlreadyCommitted("the target holds a committed checkpoint", path=target.storage.url,
-                               remedy="Pass overwrite=True to replace it, or save elsewhere.")
+        raise AlreadyCommitted(
+            "the target holds a committed checkpoint",
+            path=target.storage.url,
+            remedy="Pass overwrite=True to replace it, or save elsewhere.",
+        )
     attempt = f"{time.time_ns() // 1_000_000:013d}{random.SystemRandom().randrange(10_000):04d}"
     target.storage.make()
     target.storage.put(names.nonce_name(attempt), f"{platform.node()} {os.getpid()}".encode(), durable=False)
@@ -43,8 +46,14 @@ def open_attempt(target: Target) -> str:
 
 
 def commit(
-    target: Target, attempt: str, results: list[RankResult], *, dialect: Dialect, tensors: dict[str, TensorInfo],
-    common: bytes | None, config: Config,
+    target: Target,
+    attempt: str,
+    results: list[RankResult],
+    *,
+    dialect: Dialect,
+    tensors: dict[str, TensorInfo],
+    common: bytes | None,
+    config: Config,
 ) -> Manifest:
     """Put the checkpoint in place and clear what it replaces. OSError leaves the old checkpoint standing."""
     storage = target.storage
@@ -52,19 +61,42 @@ def commit(
     try:
         if common is not None:
             storage.put(names.common_name(attempt), common, durable=config.durable)
-            files[names.common_name(attempt)] = StoredFile(size=len(common), checksums=checksums(common, config))
+            files[names.common_name(attempt)] = StoredFile(
+                size=len(common), checksums=checksums(common, config)
+            )
         index = Index(
-            format_version=names.FORMAT_VERSION, attempt=attempt, dialect=dialect, checksum=config.checksum,
-            chunk_bytes=config.chunk_bytes, tensors=tensors, items=[i for r in results for i in r.items], files=files,
-            paths={key: path for r in results for key, path in r.paths.items()}, fixed={},
+            format_version=names.FORMAT_VERSION,
+            attempt=attempt,
+            dialect=dialect,
+            checksum=config.checksum,
+            chunk_bytes=config.chunk_bytes,
+            tensors=tensors,
+            items=[i for r in results for i in r.items],
+            files=files,
+            paths={key: path for r in results for key, path in r.paths.items()},
+            fixed={},
         )
         fixed = vanilla.fixed_files(index, common) | target.attached
-        manifest = _prepare(target, names.with_fixed(index, {n: names.digest(d) for n, d in fixed.items()}), len(results), config)
+        manifest = _prepare(
+            target,
+            names.with_fixed(index, {n: names.digest(d) for n, d in fixed.items()}),
+            len(results),
+            config,
+        )
     except BaseException:
-        remove_files(storage, [*files, names.common_name(attempt), names.index_name(attempt),
-                               names.attempt_manifest_name(attempt), names.nonce_name(attempt)])
+        remove_files(
+            storage,
+            [
+                *files,
+                names.common_name(attempt),
+                names.index_name(attempt),
+                names.attempt_manifest_name(attempt),
+                names.nonce_name(attempt),
+            ],
+        )
         raise
-    # From here on the attempt is whole and its index explains the fixed-name files: whatever fails, nothing is removed.
+    # From here on the attempt is whole and its index explains the fixed-name files: whatever fails, nothing
+    # is removed.
     _publish(storage, manifest, fixed, config)
     if not target.keep_previous:
         clean_up(storage, manifest, durable=config.durable)
@@ -72,7 +104,9 @@ def commit(
 
 
 def abandon(storage: Storage, attempt: str) -> None:
-    """Rank 0, after a failure before `commit`: remove every rank's files of this attempt, and the directory if it was new."""
+    """Rank 0, after a failure before `commit`: remove every rank's files of this attempt, and the directory
+    if it was new.
+    """
     remove_files(storage, [n for n in storage.sizes() if attempt in n and names.is_attempt_file(n)])
     storage.remove_if_empty()
 
@@ -82,7 +116,9 @@ def _prepare(target: Target, index: Index, world_size: int, config: Config) -> M
     storage, data = target.storage, names.encode_index(index)
     manifest = _manifest(target, index, data, world_size)
     storage.put(names.index_name(index.attempt), data, durable=config.durable)
-    storage.put(names.attempt_manifest_name(index.attempt), names.encode_manifest(manifest), durable=config.durable)
+    storage.put(
+        names.attempt_manifest_name(index.attempt), names.encode_manifest(manifest), durable=config.durable
+    )
     _sync(storage, config)
     return manifest
 
@@ -96,16 +132,22 @@ def _publish(storage: Storage, manifest: Manifest, fixed: dict[str, bytes], conf
 
 
 def clean_up(storage: Storage, manifest: Manifest, *, durable: bool) -> None:
-    """After the commit: remove what older attempts, ours or another tool's, and dead ones left in the directory."""
+    """After the commit: remove what older attempts, ours or another tool's, and dead ones left in the
+    directory.
+    """
     keep = {*manifest.files, names.attempt_manifest_name(manifest.attempt), names.MANIFEST, *manifest.fixed}
-    garbage = [n for n in storage.sizes() if n not in keep and (names.is_attempt_file(n) or n in _FIXED_NAMES)]
+    garbage = [
+        n for n in storage.sizes() if n not in keep and (names.is_attempt_file(n) or n in _FIXED_NAMES)
+    ]
     remove_files(storage, garbage)
     if durable and garbage:
         storage.sync()
 
 
 def remove_files(storage: Storage, files: list[str]) -> None:
-    """After a failure: remove files that no manifest lists. Best effort; the next successful save clears the rest."""
+    """After a failure: remove files that no manifest lists. Best effort; the next successful save clears the
+    rest.
+    """
     for name in files:
         try:
             storage.delete(name)
@@ -114,12 +156,23 @@ def remove_files(storage: Storage, files: list[str]) -> None:
 
 
 def _manifest(target: Target, index: Index, index_data: bytes, world_size: int) -> Manifest:
-    sizes = {name: f.size for name, f in index.files.items()} | {names.index_name(index.attempt): len(index_data)}
-    return names.seal(Manifest(
-        format_version=names.FORMAT_VERSION, attempt=index.attempt, dialect=index.dialect, step=target.step,
-        versions=versions(), layout={"world_size": world_size} | _megatron_layout(), totals=_totals(index.items, sizes),
-        files=sizes, index_digest=names.digest(index_data), fixed=index.fixed,
-    ))
+    sizes = {name: f.size for name, f in index.files.items()} | {
+        names.index_name(index.attempt): len(index_data)
+    }
+    return names.seal(
+        Manifest(
+            format_version=names.FORMAT_VERSION,
+            attempt=index.attempt,
+            dialect=index.dialect,
+            step=target.step,
+            versions=versions(),
+            layout={"world_size": world_size} | _megatron_layout(),
+            totals=_totals(index.items, sizes),
+            files=sizes,
+            index_digest=names.digest(index_data),
+            fixed=index.fixed,
+        )
+    )
 
 
 def _totals(items: list[Item], files: dict[str, int]) -> dict[str, int]:
@@ -137,8 +190,10 @@ def _megatron_layout() -> dict[str, int]:
     if state is None or not state.model_parallel_is_initialized():
         return {}
     return {
-        "tp": state.get_tensor_model_parallel_world_size(), "pp": state.get_pipeline_model_parallel_world_size(),
-        "ep": state.get_expert_model_parallel_world_size(), "cp": state.get_context_parallel_world_size(),
+        "tp": state.get_tensor_model_parallel_world_size(),
+        "pp": state.get_pipeline_model_parallel_world_size(),
+        "ep": state.get_expert_model_parallel_world_size(),
+        "cp": state.get_context_parallel_world_size(),
         "dp": state.get_data_parallel_world_size(),
     }
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of saves and loads. Every field can be overridden by `SHARDKEEP_<FIELD>` in the environment."""
+    """Settings of saves and loads. Every field can be overridden by `SHARDKEEP_<FIELD>` in the
+    environment.
+    """
 
     staging_bytes: int = 256 * MIB
-    """Host memory per rank for copies on their way to or from storage; split into slots over the I/O threads."""
+    """Host memory per rank for copies on their way to or from storage; split into slots over the I/O
+    threads.
+    """
     io_threads: int = 0
     """Threads and files per rank; 0 takes the cores this process may use, at most 8."""
     chunk_bytes: int = 1 * MIB
@@ -36,7 +41,9 @@ class Config:
         if self.io_threads < 0:
             raise ValueError(f"Config.io_threads must not be negative, got {self.io_threads}")
         if self.staging_bytes < 2 * self.num_threads * 4096:
-            raise ValueError(f"Config.staging_bytes of {self.staging_bytes} gives {self.num_threads} threads no slot each")
+            raise ValueError(
+                f"Config.staging_bytes of {self.staging_bytes} gives {self.num_threads} threads no slot each"
+            )
 
     @property
     def num_threads(self) -> int:
@@ -51,7 +58,7 @@ class Config:
 def resolve(config: Config | None) -> Config:
     """The given configuration with the environment's overrides applied."""
     config = config or Config()
-    overrides = {}
+    overrides: dict[str, Any] = {}
     for f in fields(Config):
         text = os.environ.get(f"SHARDKEEP_{f.name.upper()}")
         if text is not None:

@@ -1,9 +1,11 @@
-"""Agreement between ranks over a TCPStore of our own: gather, broadcast, and one shared error, each with a deadline.
+"""Agreement between ranks over a TCPStore of our own: gather, broadcast, and one shared error, each with a
+deadline.
 
-Never the training job's communicators, and its default store only to learn where ours listens. A TCPStore whose host stops
-answering blocks every call past its own time-out, so each call runs on a daemon thread and the caller waits its own
-deadline. A *session* is one save or load: all ranks enter their sessions in the same order; its keys are `<number>/<name>`.
-The first rank that fails puts its error under `<number>/error`; whoever waits in that session sees it within milliseconds.
+Never the training job's communicators, and its default store only to learn where ours listens. A TCPStore
+whose host stops answering blocks every call past its own time-out, so each call runs on a daemon thread and
+the caller waits its own deadline. A *session* is one save or load: all ranks enter their sessions in the same
+order; its keys are `<number>/<name>`. The first rank that fails puts its error under `<number>/error`;
+whoever waits in that session sees it within milliseconds.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
-from shardkeep.errors import DeadlineExceeded, InputError, ShardkeepError, from_wire, to_wire
+from shardkeep.errors import DeadlineExceeded, ShardkeepError, from_wire, to_wire
 
 T = TypeVar("T")
 
@@ -57,7 +60,9 @@ class Coordinator(Protocol):
 
 
 class RemoteError(Exception):
-    """Another rank failed; carries the session's shared error. Internal: `session` turns it into that error."""
+    """Another rank failed; carries the session's shared error. Internal: `session` turns it into that
+    error.
+    """
 
     def __init__(self, error: ShardkeepError) -> None:
         super().__init__(str(error))
@@ -66,8 +71,10 @@ class RemoteError(Exception):
 
 @contextmanager
 def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Iterator[Coordinator]:
-    """Enter a session with all ranks of the default process group (or alone). Whatever is raised inside on any rank is raised
-    on every rank: errors of shardkeep as themselves, everything else (and a silent rank) as `failure` with rank, host and cause."""
+    """Enter a session with all ranks of the default process group (or alone). Whatever is raised inside on
+    any rank is raised on every rank: errors of shardkeep as themselves, everything else (and a silent rank)
+    as `failure` with rank, host and cause.
+    """
     coordinator = open_session(purpose, deadline_s)
     with sharing(coordinator, failure):
         yield coordinator
@@ -90,7 +97,9 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
         raise
 
 
-def _as_shared(error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]) -> ShardkeepError:
+def _as_shared(
+    error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]
+) -> ShardkeepError:
     where = {} if coordinator.world_size == 1 else {"rank": coordinator.rank, "host": socket.gethostname()}
     if isinstance(error, DeadlineExceeded):
         return failure(error.what, **{**where, **error.fields})
@@ -133,7 +142,9 @@ class Alone:
 
 
 def _through_wire(value: Any) -> Any:
-    """What the value looks like after msgpack (tuples become lists), so that one process behaves like many."""
+    """What the value looks like after msgpack (tuples become lists), so that one process behaves like
+    many.
+    """
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
@@ -150,8 +161,11 @@ class _Caller:
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded("the store of rank 0 does not answer", waited=f"{timeout_s:.0f} s",
-                                   remedy="Its process has died or is stopped.") from None
+            raise DeadlineExceeded(
+                "the store of rank 0 does not answer",
+                waited=f"{timeout_s:.0f} s",
+                remedy="Its process has died or is stopped.",
+            ) from None
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -187,8 +201,9 @@ class _Meeting:
                 self._number += 1
                 opened = _Session(self, self._number, purpose, deadline_s)
                 stale = opened.peek_error()
-                # A rank that skipped a call is behind the others. The session it would enter has failed for want of it;
-                # that error belongs to a caller with the same purpose, anyone else moves on to a live number.
+                # A rank that skipped a call is behind the others. The session it would enter has failed for
+                # want of it; that error belongs to a caller with the same purpose, anyone else moves on to a
+                # live number.
                 if stale is None or stale.get("purpose") == purpose:
                     return opened
 
@@ -210,7 +225,7 @@ class _Session:
         self._keys: list[str] = []
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        self._raise_shared_error()  # before the value is set: a rank that raises RemoteError here has not been counted
+        self._raise_shared_error()  # before the value is set: a rank that raises here has not been counted
         mine = self._key(f"{name}/{self.rank}")
         self._call(lambda store: store.set(mine, msgspec.msgpack.encode(value)))
         if self.rank != 0:
@@ -237,7 +252,9 @@ class _Session:
         self.broadcast(f"{name}-all")
 
     def _receive(self, key: str, name: str) -> Any:
-        """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others wait a little longer."""
+        """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others
+        wait a little longer.
+        """
         if self.rank != 0:
             self._await([key], name, self._deadline_s + min(_GRACE_S, self._deadline_s / 4))
         return msgspec.msgpack.decode(self._call(lambda store: store.get(key)))
@@ -246,7 +263,8 @@ class _Session:
         own = error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
         wire = msgspec.json.encode({"purpose": self._purpose, "rank": self.rank, "error": to_wire(own)})
         try:
-            first = self._call(lambda store: store.compare_set(self._key("error"), "", wire.decode()))
+            key = self._key("error")
+            first = self._call(lambda store: store.compare_set(key, "", wire.decode()))
         except Exception:  # the store is gone as well: our own error is the one to raise
             return own
         record = msgspec.json.decode(first)
@@ -257,7 +275,7 @@ class _Session:
         done = self._key("done")
         if self._call(lambda store: store.add(done, 1)) == self.world_size:
             for key in dict.fromkeys(self._all_ranks_keys()):
-                self._call(lambda store, key=key: store.delete_key(key))
+                self._delete(key)
 
     def peek_error(self) -> dict[str, Any] | None:
         key = self._key("error", remember=False)
@@ -281,6 +299,12 @@ class _Session:
     def _call(self, call: Callable[[Any], T]) -> T:
         return self._meeting.call(lambda: call(self._meeting.store), min(_ANSWER_S, self._deadline_s))
 
+    def _has(self, key: str) -> bool:
+        return bool(self._call(lambda store: store.check([key])))
+
+    def _delete(self, key: str) -> None:
+        self._call(lambda store: store.delete_key(key))
+
     def _raise_shared_error(self) -> None:
         record = self.peek_error()
         if record:
@@ -291,14 +315,16 @@ class _Session:
         end = time.monotonic() + timeout_s
         missing, pause = list(keys), _POLL_S[0]
         while True:
-            missing = [k for k in missing if not self._call(lambda store, k=k: store.check([k]))]
+            missing = [k for k in missing if not self._has(k)]
             if not missing:
                 return
             self._raise_shared_error()
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(missing)}", purpose=self._purpose,
-                    remedy="Look at their logs; a longer Config.deadline_s helps only if they are slow, not stuck.")
+                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(missing)}",
+                    purpose=self._purpose,
+                    remedy="Look at their logs; Config.deadline_s helps if they are slow, not stuck.",
+                )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
 
@@ -312,8 +338,10 @@ _current: _Meeting | None = None
 
 
 def _meeting() -> _Meeting:
-    """The meeting of the present default process group; made anew when a job has re-initialised torch.distributed."""
-    global _current  # one default process group per process, as torch has it
+    """The meeting of the present default process group; made anew when a job has re-initialised
+    torch.distributed.
+    """
+    global _current  # noqa: PLW0603 - one default process group per process, as torch has it
     group = dist.distributed_c10d._get_default_group()
     if _current is None or _current.group is not group:
         if _current is not None:
@@ -323,20 +351,29 @@ def _meeting() -> _Meeting:
 
 
 def _connect(caller: _Caller, rank: int) -> Any:
-    """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but never waited on."""
+    """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but
+    never waited on.
+    """
     default = dist.distributed_c10d._get_default_store()
     key = "shardkeep/store"
     if rank == 0:
-        server = dist.TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
-        record = {"port": server.port, "hosts": _own_addresses(), "token": os.urandom(8).hex()}
+        server = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
+        record: dict[str, Any] = {
+            "port": server.port,
+            "hosts": _own_addresses(),
+            "token": os.urandom(8).hex(),
+        }
         server.set("token", record["token"])
         caller(lambda: default.set(key, msgspec.json.encode(record).decode()), _ANSWER_S)
         return server
     end = time.monotonic() + _CONNECT_S
     while not caller(lambda: default.check([key]), _ANSWER_S):
         if time.monotonic() > end:
-            raise DeadlineExceeded("rank 0 did not open its store", waited=f"{_CONNECT_S:.0f} s",
-                                   remedy="Every rank has to make the same shardkeep call.")
+            raise DeadlineExceeded(
+                "rank 0 did not open its store",
+                waited=f"{_CONNECT_S:.0f} s",
+                remedy="Every rank has to make the same shardkeep call.",
+            )
         time.sleep(0.01)
     record = msgspec.json.decode(caller(lambda: default.get(key), _ANSWER_S))
     return _first_reachable(_job_hosts(default) + record["hosts"], record["port"], record["token"])
@@ -347,13 +384,17 @@ def _first_reachable(hosts: list[str], port: int, token: str) -> Any:
         try:
             with socket.create_connection((host, port), timeout=5):
                 pass
-            store = dist.TCPStore(host, port, None, is_master=False, wait_for_workers=False)
+            store = TCPStore(host, port, None, is_master=False, wait_for_workers=False)
             if store.get("token").decode() == token:
                 return store
         except (OSError, RuntimeError):  # not there, or something else listens: the next address
             continue
-    raise DeadlineExceeded("rank 0's store cannot be reached", tried=", ".join(dict.fromkeys(hosts)), port=port,
-                           remedy="Ranks must be able to open TCP connections to rank 0.")
+    raise DeadlineExceeded(
+        "rank 0's store cannot be reached",
+        tried=", ".join(dict.fromkeys(hosts)),
+        port=port,
+        remedy="Ranks must be able to open TCP connections to rank 0.",
+    )
 
 
 def _job_hosts(default: Any) -> list[str]:

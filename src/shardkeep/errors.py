@@ -2,7 +2,7 @@
 
     ShardkeepError
     |-- InputError                 the caller's state or path cannot be used; nothing was written or changed
-    |   |-- InvalidState           (ValueError) shards overlap, leave gaps, repeat, or are of a kind that cannot be stored
+    |   |-- InvalidState           (ValueError) shards overlap, leave gaps, repeat or cannot be stored
     |   |-- StorageReleased        (ValueError) a tensor's memory was freed or shrunk (offloading)
     |   |-- AlreadyCommitted       (FileExistsError) the target holds a committed checkpoint
     |   |-- NotCommitted           (FileNotFoundError) the path holds no committed checkpoint
@@ -26,7 +26,9 @@ from typing import Any
 
 
 class ShardkeepError(Exception):
-    """Base. `what` says what happened; keyword fields (key, rank, host, path, expected, got, remedy, ...) say where."""
+    """Base. `what` says what happened; keyword fields (key, rank, host, path, expected, got, remedy, ...) say
+    where.
+    """
 
     def __init__(self, what: str, **fields: Any) -> None:
         super().__init__(_compose(what, fields))
@@ -41,8 +43,11 @@ class ShardkeepError(Exception):
 
 
 def _compose(what: str, fields: dict[str, Any]) -> str:
-    where = [f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
-             for name, value in fields.items() if name not in ("expected", "got", "remedy")]
+    where = [
+        f"{name} {value!r}" if isinstance(value, str) else f"{name} {value}"
+        for name, value in fields.items()
+        if name not in ("expected", "got", "remedy")
+    ]
     text = what + (f" ({', '.join(where)})" if where else "")
     if "expected" in fields or "got" in fields:
         text += f": expected {fields.get('expected')}, got {fields.get('got')}"
@@ -116,13 +121,17 @@ class Cancelled(ShardkeepError, RuntimeError):
 def to_wire(error: BaseException) -> dict[str, Any]:
     """An error as plain values that another rank can rebuild without unpickling."""
     if isinstance(error, ShardkeepError):
-        fields = {k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v) for k, v in error.fields.items()}
+        fields = {
+            k: v if isinstance(v, (int, float, str, bool, type(None))) else str(v)
+            for k, v in error.fields.items()
+        }
         return {"kind": type(error).__name__, "what": error.what, "fields": fields}
     return {"kind": "", "what": f"{type(error).__name__}: {error}", "fields": {}}
 
 
 def from_wire(wire: dict[str, Any]) -> ShardkeepError:
     """The inverse of `to_wire`; an error that is not ours comes back as a plain ShardkeepError."""
-    kind = globals().get(wire["kind"])
-    known = isinstance(kind, type) and issubclass(kind, ShardkeepError)
-    return (kind if known else ShardkeepError)(wire["what"], **wire["fields"])
+    named = globals().get(wire["kind"])
+    ours = isinstance(named, type) and issubclass(named, ShardkeepError)
+    kind: type[ShardkeepError] = named if ours else ShardkeepError  # type: ignore[assignment]
+    return kind(wire["what"], **wire["fields"])

@@ -1,12 +1,16 @@
 """Byte ranges of files -> memory of tensors: the threads of a load.
 
-In: for each file the segments wanted, each with a destination. Out: bytes read. Two kinds of work, in file order:
+In: for each file the segments wanted, each with a destination. Out: bytes read. Two kinds of work, in file
+order:
 
-- whole checksum chunks of one segment whose destination is plain memory: read straight into it, then checked there;
-- everything else (edges, small tensors, strided or device destinations): chunks are read into scratch, checked, and the
-  segments in them copied out. Small segments share a unit, so that each chunk is read once.
+- whole checksum chunks of one segment whose destination is plain memory: read straight into it, then
+  checked there;
+- everything else (edges, small tensors, strided or device destinations): chunks are read into scratch,
+  checked, and the segments in them copied out. Small segments share a unit, so that each chunk is read
+  once.
 
-A destination gets unchecked bytes only for as long as their checksum takes; a wrong one is raised, never returned from.
+A destination gets unchecked bytes only for as long as their checksum takes; a wrong one is raised, never
+returned from.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ def memory(address: int, num_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A destination that plain bytes cannot fill: `out` (a view of the caller's tensor) takes a box whose elements lie
-    `strides` (in elements, one per dimension of `out`) apart in the segment."""
+    """A destination that plain bytes cannot fill: `out` (a view of the caller's tensor) takes a box whose
+    elements lie `strides` (in elements, one per dimension of `out`) apart in the segment."""
 
     out: torch.Tensor
     dtype: str
@@ -63,7 +67,8 @@ class Archive:
 
 
 class Segment(NamedTuple):
-    """Bytes [start, end) of a file and where they go: an address, or something that takes more than copying bytes."""
+    """Bytes [start, end) of a file and where they go: an address, or something that takes more than copying
+    bytes."""
 
     start: int
     end: int
@@ -93,7 +98,8 @@ def granule(catalog: Catalog) -> int:
 
 
 def units_of(file: str, size: int, segments: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
-    """Cut a file's segments into reads: direct ones of whole chunks, and packed ones of at most `scratch` bytes."""
+    """Cut a file's segments into reads: direct ones of whole chunks, and packed ones of at most `scratch`
+    bytes."""
     pieces = []
     direct = max(chunk, min(DIRECT_BYTES, scratch) // chunk * chunk)
     least = chunk if chunk > 1 else min(256 << 10, scratch // 2)
@@ -140,7 +146,8 @@ class Checker:
         self._on = on and catalog.checksum != "none"
 
     def check(self, file: str, start: int, data: memoryview) -> None:
-        """`data` begins at `start`, a multiple of the chunk size, and ends with a chunk. `Corrupt` at the first wrong chunk."""
+        """`data` begins at `start`, a multiple of the chunk size, and ends with a chunk. `Corrupt` at the
+        first wrong chunk."""
         if not self._on:
             return
         checksums = self._catalog.files[file].checksums
@@ -155,11 +162,25 @@ class Checker:
 
     def _wrong(self, file: str, number: int, expected: bytes, got: bytes) -> Corrupt:
         low, high = number * self._chunk, (number + 1) * self._chunk
-        keys = sorted({i.key for items in self._catalog.items.values() for i in items
-                       if i.file == file and i.offset < high and i.offset + i.length > low})
-        return Corrupt("a chunk's checksum is wrong", file=file, path=self._catalog.url, chunk=number, offset=low,
-                       key=", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""),
-                       expected=expected.hex(), got=got.hex(), remedy="Load an earlier step; the stored file is damaged.")
+        keys = sorted(
+            {
+                i.key
+                for items in self._catalog.items.values()
+                for i in items
+                if i.file == file and i.offset < high and i.offset + i.length > low
+            }
+        )
+        return Corrupt(
+            "a chunk's checksum is wrong",
+            file=file,
+            path=self._catalog.url,
+            chunk=number,
+            offset=low,
+            key=", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""),
+            expected=expected.hex(),
+            got=got.hex(),
+            remedy="Load an earlier step; the stored file is damaged.",
+        )
 
 
 class Readers:
@@ -198,24 +219,40 @@ def read_checked(reader: Reader, checker: Checker, file: str, url: str, start: i
     try:
         reader.read_into(start, [into])
     except EOFError as e:
-        raise Corrupt("a file is shorter than it was", file=file, path=url,
-                      expected=f"at least {start + len(into)} bytes", got=f"{reader.size} bytes") from e
+        raise Corrupt(
+            "a file is shorter than it was",
+            file=file,
+            path=url,
+            expected=f"at least {start + len(into)} bytes",
+            got=f"{reader.size} bytes",
+        ) from e
     checker.check(file, start, into)
 
 
-def fetch(storage: Storage, catalog: Catalog, units: list[Unit], config: Config, device: torch.device | None) -> int:
-    """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all threads and is raised."""
+def fetch(
+    storage: Storage, catalog: Catalog, units: list[Unit], config: Config, device: torch.device | None
+) -> int:
+    """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all
+    threads and is raised."""
     readers = Readers(storage, units)
     shared = _Shared(units)
     count = max(1, min(config.num_threads, len(units)))
-    workers = [_Worker(storage, catalog, readers, shared, scratch_bytes(config, catalog), device) for _ in range(count)]
-    threads = [threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True) for n, w in enumerate(workers[1:], 1)]
+    workers = [
+        _Worker(storage, catalog, readers, shared, scratch_bytes(config, catalog), device)
+        for _ in range(count)
+    ]
+    threads = [
+        threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True)
+        for n, w in enumerate(workers[1:], 1)
+    ]
     try:
         for thread in threads:
             thread.start()
         workers[0].run()
     finally:
-        shared.stopped = True  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
+        shared.stopped = (
+            True  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
+        )
         for thread in threads:
             thread.join()
         readers.close()
@@ -244,10 +281,17 @@ class _Shared:
 
 
 class _Worker:
-    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors are on a device."""
+    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors
+    are on a device."""
 
     def __init__(
-        self, storage: Storage, catalog: Catalog, readers: Readers, shared: _Shared, scratch: int, device: torch.device | None
+        self,
+        storage: Storage,
+        catalog: Catalog,
+        readers: Readers,
+        shared: _Shared,
+        scratch: int,
+        device: torch.device | None,
     ) -> None:
         self._storage = storage
         self._url = catalog.url
@@ -260,9 +304,9 @@ class _Worker:
         self._slots: list[torch.Tensor] = []
         self._turn = 0
         if device is not None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._copied = [torch.cuda.Event(), torch.cuda.Event()]
+            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
         try:
@@ -284,12 +328,20 @@ class _Worker:
         if unit.archive is not None:
             self._load_archive(reader, unit, unit.archive)
         elif unit.address:
-            read_checked(reader, self._checker, unit.file, self._url, unit.start,
-                         memory(unit.address, unit.end - unit.start))
+            read_checked(
+                reader,
+                self._checker,
+                unit.file,
+                self._url,
+                unit.start,
+                memory(unit.address, unit.end - unit.start),
+            )
         else:
             slot = self._slot(unit.end - unit.start)
             base = slot.data_ptr()
-            read_checked(reader, self._checker, unit.file, self._url, unit.start, memory(base, unit.end - unit.start))
+            read_checked(
+                reader, self._checker, unit.file, self._url, unit.start, memory(base, unit.end - unit.start)
+            )
             for start, end, address, special in unit.segments:
                 if special is None:
                     ctypes.memmove(address, base + start - unit.start, end - start)
@@ -302,7 +354,10 @@ class _Worker:
         """Scratch that no copy to the device is still reading."""
         if not self._slots:
             pinned = self._device is not None
-            self._slots = [torch.empty(self._scratch_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 + pinned)]
+            self._slots = [
+                torch.empty(self._scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
+                for _ in range(1 + pinned)
+            ]
         if self._device is not None:
             self._turn = 1 - self._turn
             self._copied[self._turn].synchronize()
@@ -335,7 +390,13 @@ class _Worker:
         read_checked(reader, self._checker, unit.file, self._url, unit.start, memoryview(data))
         value: Any = load_value(data, archive.key)
         if not isinstance(value, torch.Tensor):
-            raise Corrupt("an item holds no tensor", key=archive.key, file=unit.file, path=self._url, got=type(value).__name__)
+            raise Corrupt(
+                "an item holds no tensor",
+                key=archive.key,
+                file=unit.file,
+                path=self._url,
+                got=type(value).__name__,
+            )
         archive.place(value)
 
 
@@ -348,4 +409,6 @@ def _copy_words(out: torch.Tensor, address: int, strides: tuple[int, ...], items
 
 def _array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], word: np.dtype[Any]) -> Any:
     extent = (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * word.itemsize
-    return np.ndarray(shape, word, buffer=memory(address, extent), strides=[s * word.itemsize for s in strides])
+    return np.ndarray(
+        shape, word, buffer=memory(address, extent), strides=[s * word.itemsize for s in strides]
+    )

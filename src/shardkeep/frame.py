@@ -1,8 +1,9 @@
 """(dtype, shape) -> the bytes before and after a payload that make it a `torch.save` archive.
 
-torch lays the archive out itself: `torch.save` under `torch.serialization.skip_data` writes everything but the tensor's bytes
-into a sparse memory file, from which head and tail are read back. So the archive is what the installed torch would write,
-whatever its version, and no layout is copied from its sources. Frames are cached; they depend on nothing else.
+torch lays the archive out itself: `torch.save` under `torch.serialization.skip_data` writes everything but
+the tensor's bytes into a sparse memory file, from which head and tail are read back. So the archive is what
+the installed torch would write, whatever its version, and no layout is copied from its sources. Frames are
+cached; they depend on nothing else.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import torch
 
 from shardkeep.types import dtype_named
 
-_LOCAL_HEADER_BYTES = 30  # fixed part of a zip local file header; name and extra field follow (PKWARE APPNOTE 4.3.7)
+_LOCAL_HEADER_BYTES = (
+    30  # fixed part of a zip local file header; name and extra field follow (PKWARE APPNOTE 4.3.7)
+)
 
 
 @lru_cache(maxsize=65536)
 def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Head and tail of the archive of a contiguous CPU tensor; the payload between them has numel * itemsize bytes."""
+    """Head and tail of the archive of a contiguous CPU tensor; the payload between them has numel * itemsize
+    bytes.
+    """
     fd = os.memfd_create("shardkeep-frame")  # reserved payload bytes stay a hole: no memory is used for them
     with open(fd, "w+b") as file:
         with torch.serialization.skip_data():

@@ -1,7 +1,8 @@
-"""Captured state + this rank's share -> what `write` may read later: serialised values, and tensors or copies of them.
+"""Captured state + this rank's share -> what `write` may read later: serialised values, and tensors or copies
+of them.
 
-Plain values are serialised at once, always: the caller may change them as soon as it has control again. Tensors are copied only
-for a snapshot, and only those that this rank writes.
+Plain values are serialised at once, always: the caller may change them as soon as it has control again.
+Tensors are copied only for a snapshot, and only those that this rank writes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from shardkeep.types import Captured, Dialect, ObjectShard, Path, Shard, ShardHe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """`shards` is parallel to `headers`, None where this rank does not write. `ready`: event after which device tensors hold
-    their values."""
+    """`shards` is parallel to `headers`, None where this rank does not write. `ready`: event after which
+    device tensors hold their values.
+    """
 
     dialect: Dialect
     headers: list[ShardHeader]
@@ -38,7 +40,11 @@ class Frozen:
 def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bool, lenient: bool) -> Frozen:
     """See the module. InvalidState for a value that could not be loaded again."""
     mine = {i: captured.shards[i] for i in chosen}
-    payloads = {i: serialize.dumps(s.value, s.header.key, lenient=lenient) for i, s in mine.items() if isinstance(s, ObjectShard)}
+    payloads = {
+        i: serialize.dumps(s.value, s.header.key, lenient=lenient)
+        for i, s in mine.items()
+        if isinstance(s, ObjectShard)
+    }
     common = None
     if captured.dialect == "megatron" and rank == 0:
         common = serialize.dumps(captured.common, "common", lenient=lenient)
@@ -46,8 +52,16 @@ def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bo
     if snapshot:
         mine, segment = _snapshot(mine)
     shards = [mine.get(i) for i in range(len(captured.shards))]
-    return Frozen(dialect=captured.dialect, headers=[s.header for s in captured.shards], shards=shards, payloads=payloads,
-                  common=common, paths=captured.paths, ready=None if snapshot else stage.current_event(), segment=segment)
+    return Frozen(
+        dialect=captured.dialect,
+        headers=[s.header for s in captured.shards],
+        shards=shards,
+        payloads=payloads,
+        common=common,
+        paths=captured.paths,
+        ready=None if snapshot else stage.current_event(),
+        segment=segment,
+    )
 
 
 def _snapshot(shards: dict[int, Shard]) -> tuple[dict[int, Shard], stage.Segment]:

@@ -1,7 +1,9 @@
-"""A save in the background: `SaveHandle`, and the one thread that runs such saves in the order they were begun.
+"""A save in the background: `SaveHandle`, and the one thread that runs such saves in the order they were
+begun.
 
-An error is logged when it happens, raised by the next call on the handle, and, if nobody asked, by the next save. The thread
-is not a daemon: a process that exits waits for its saves (until their deadlines), and says so.
+An error is logged when it happens, raised by the next call on the handle, and, if nobody asked, by the next
+save. The thread is not a daemon: a process that exits waits for its saves (until their deadlines), and says
+so.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ class Background:
         return handle
 
     def raise_unseen(self) -> None:
-        """Raise the error of a save that ended badly and whose handle nobody asked. Called by the next save."""
+        """Raise the error of a save that ended badly and whose handle nobody asked. Called by the next
+        save.
+        """
         with self._lock:
             ended = [h for h in self._handles if h.ended()]
             self._handles = [h for h in self._handles if not h.ended()]

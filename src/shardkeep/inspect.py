@@ -1,10 +1,10 @@
 """A path -> what the checkpoint there holds, and any part of it, without a job that fits it.
 
-    ckpt = sk.inspect(path)
-    print(ckpt)                                       # a table of keys, dtypes, shapes
-    ckpt.read("decoder.weight", Box(offset=(0, 0), shape=(4, 8)))
-    ckpt.read("step")                                 # a plain value of the DCP dialect
-    ckpt.common()                                     # Megatron's plain values
+ckpt = sk.inspect(path)
+print(ckpt)                                       # a table of keys, dtypes, shapes
+ckpt.read("decoder.weight", Box(offset=(0, 0), shape=(4, 8)))
+ckpt.read("step")                                 # a plain value of the DCP dialect
+ckpt.common()                                     # Megatron's plain values
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ROWS = 20
 
 
 def inspect(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a committed checkpoint of shardkeep, Megatron or torch DCP for reading. NotCommitted, Corrupt or UnsafePickle if
-    that is not possible."""
+    """Open a committed checkpoint of shardkeep, Megatron or torch DCP for reading. NotCommitted, Corrupt or
+    UnsafePickle if that is not possible."""
     return Checkpoint(storage_for(path))
 
 
@@ -67,7 +67,8 @@ class Checkpoint:
 
     @property
     def layout(self) -> dict[str, int]:
-        """World size and parallel sizes of the run that saved, as far as known; empty for a checkpoint of another tool."""
+        """World size and parallel sizes of the run that saved, as far as known; empty for a checkpoint of
+        another tool."""
         return dict(self._catalog.manifest.layout) if self._catalog.manifest else {}
 
     @property
@@ -80,13 +81,16 @@ class Checkpoint:
         return [item.box for item in self._catalog.items.get(key, [])]
 
     def read(self, key: str, box: Box | None = None) -> Any:
-        """A tensor on the CPU (or a box of it, in elements), or a value. MissingKey, Mismatch, Corrupt, UnsafePickle."""
+        """A tensor on the CPU (or a box of it, in elements), or a value. MissingKey, Mismatch, Corrupt,
+        UnsafePickle."""
         if key in self._catalog.tensors:
             return read_tensor(self._storage, self._catalog, key, resolve_config(None), box)
         if key not in self._catalog.items:
             raise MissingKey(f"the checkpoint has neither a tensor nor a value {key!r}", path=self.path)
         value = load_value(read_object(self._storage, self._catalog, key), key)
-        if self.dialect == "megatron" and isinstance(value, list) and len(value) == 1:  # a ShardedObject is stored as [data]
+        if (
+            self.dialect == "megatron" and isinstance(value, list) and len(value) == 1
+        ):  # a ShardedObject is stored as [data]
             return value[0]
         return value
 
@@ -102,16 +106,23 @@ class Checkpoint:
         return f"Checkpoint({self.path!r}, {self._summary()})"
 
     def __str__(self) -> str:
-        rows = [(key, info.dtype, "x".join(map(str, info.shape)) or "scalar", f"{len(self._catalog.items[key])}")
-                for key, info in sorted(self._catalog.tensors.items())[:_ROWS]]
+        rows = [
+            (key, info.dtype, "x".join(map(str, info.shape)) or "scalar", f"{len(self._catalog.items[key])}")
+            for key, info in sorted(self._catalog.tensors.items())[:_ROWS]
+        ]
         head = ("key", "dtype", "shape", "boxes")
         widths = [max(len(row[n]) for row in [head, *rows]) for n in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        ]
         left = len(self._catalog.tensors) - len(rows)
         more = [f"... and {left} more tensors"] if left else []
         return "\n".join([f"{self.path}: {self._summary()}", *lines, *more])
 
     def _summary(self) -> str:
         origin = f"shardkeep {self.manifest.versions.get('shardkeep')}" if self.manifest else "another tool"
-        return (f"{self.dialect} dialect by {origin}, {len(self._catalog.tensors)} tensors, {len(self.objects)} objects, "
-                f"{len(self._catalog.files)} files, {self.num_bytes:,} bytes")
+        return (
+            f"{self.dialect} dialect by {origin}, {len(self._catalog.tensors)} tensors, {len(self.objects)} objects, "
+            f"{len(self._catalog.files)} files, {self.num_bytes:,} bytes"
+        )

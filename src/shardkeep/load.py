@@ -1,7 +1,8 @@
 """Target boxes + catalog -> filled tensors; and values of objects.
 
-In: a catalog and `Target`s. Out: the caller's tensors, filled in place, from only the bytes that their boxes need. Whatever
-can be known without reading (missing keys, shapes, dtypes, sizes of files, coverage) is checked before the first byte moves.
+In: a catalog and `Target`s. Out: the caller's tensors, filled in place, from only the bytes that their
+boxes need. Whatever can be known without reading (missing keys, shapes, dtypes, sizes of files, coverage)
+is checked before the first byte moves.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardkeep import foreign
+from shardkeep import archive
 from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.errors import Corrupt, Mismatch, MissingKey, StorageReleased, UnsafePickle
@@ -45,9 +46,10 @@ _FOREIGN_HOLE_BYTES = 256 << 10  # without checksums, holes larger than this are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A box of the stored tensor `key`, and the tensor to fill with it: the box's number of elements, any strides, any device;
-    axes of size 1 may be missing. `shape` is the global shape the caller expects (None: not checked). `cast` converts a
-    different dtype. `clip` allows another global shape: what both have is loaded, the rest of `tensor` is left as it is."""
+    """A box of the stored tensor `key`, and the tensor to fill with it: the box's number of elements, any
+    strides, any device; axes of size 1 may be missing. `shape` is the global shape the caller expects
+    (None: not checked). `cast` converts a different dtype. `clip` allows another global shape: what both
+    have is loaded, the rest of `tensor` is left as it is."""
 
     key: str
     box: Box
@@ -63,11 +65,14 @@ def check_targets(catalog: Catalog, targets: Sequence[Target]) -> None:
     if missing:
         missing = list(dict.fromkeys(missing))
         shown = ", ".join(repr(k) for k in missing[:_SHOWN]) + (
-            f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
+            f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        )
         objects = [k for k in missing if k in catalog.items]
         if objects:
-            raise MissingKey(f"the checkpoint holds a plain value, not a tensor, for {objects[0]!r}; tensors asked for: {shown}",
-                             path=catalog.url)
+            raise MissingKey(
+                f"the checkpoint holds a plain value, not a tensor, for {objects[0]!r}; asked for: {shown}",
+                path=catalog.url,
+            )
         raise MissingKey(f"the checkpoint has no tensor {shown}", path=catalog.url, num_missing=len(missing))
     for target in targets:
         if not _plainly_fits(target, catalog.tensors[target.key]):
@@ -75,11 +80,16 @@ def check_targets(catalog: Catalog, targets: Sequence[Target]) -> None:
 
 
 def _plainly_fits(target: Target, info: TensorInfo) -> bool:
-    """The common case, decided quickly: the whole tensor into a contiguous one of its shape and dtype on the CPU."""
+    """The common case, decided quickly: the whole tensor into a contiguous one of its shape and dtype on
+    the CPU."""
     tensor, box = target.tensor, target.box
     if (
-        box.shape != info.shape or any(box.offset) or tensor.shape != box.shape or tensor.dtype is not _dtype(info.dtype)
-        or (target.shape is not None and target.shape != info.shape) or not is_direct(tensor)
+        box.shape != info.shape
+        or any(box.offset)
+        or tensor.shape != box.shape
+        or tensor.dtype is not _dtype(info.dtype)
+        or (target.shape is not None and target.shape != info.shape)
+        or not is_direct(tensor)
     ):
         return False
     num_bytes: int = tensor.untyped_storage().nbytes()
@@ -89,46 +99,89 @@ def _plainly_fits(target: Target, info: TensorInfo) -> bool:
 def _check(catalog: Catalog, target: Target) -> None:
     info = catalog.tensors[target.key]
     tensor, box = target.tensor, target.box
-    if target.shape is not None and target.shape != info.shape and not (
-        target.clip and len(target.shape) == len(info.shape)
+    if (
+        target.shape is not None
+        and target.shape != info.shape
+        and not (target.clip and len(target.shape) == len(info.shape))
     ):
-        raise Mismatch("the global shape differs", key=target.key, path=catalog.url, expected=list(target.shape),
-                       got=f"{list(info.shape)} in the checkpoint")
+        raise Mismatch(
+            "the global shape differs",
+            key=target.key,
+            path=catalog.url,
+            expected=list(target.shape),
+            got=f"{list(info.shape)} in the checkpoint",
+        )
     if dtype_name(tensor.dtype) != info.dtype and not target.cast:
-        raise Mismatch("the dtype differs", key=target.key, path=catalog.url, expected=dtype_name(tensor.dtype),
-                       got=f"{info.dtype} in the checkpoint")
+        raise Mismatch(
+            "the dtype differs",
+            key=target.key,
+            path=catalog.url,
+            expected=dtype_name(tensor.dtype),
+            got=f"{info.dtype} in the checkpoint",
+        )
     if len(box.shape) != len(info.shape):
-        raise Mismatch("the number of dimensions differs", key=target.key, path=catalog.url, expected=len(box.shape),
-                       got=f"{len(info.shape)} in the checkpoint")
-    if not target.clip and any(o < 0 or o + n > m for o, n, m in zip(box.offset, box.shape, info.shape, strict=True)):
-        raise Mismatch("the box reaches outside the tensor", key=target.key, path=catalog.url, expected=show(box),
-                       got=f"{list(info.shape)} in the checkpoint")
+        raise Mismatch(
+            "the number of dimensions differs",
+            key=target.key,
+            path=catalog.url,
+            expected=len(box.shape),
+            got=f"{len(info.shape)} in the checkpoint",
+        )
+    if not target.clip and any(
+        o < 0 or o + n > m for o, n, m in zip(box.offset, box.shape, info.shape, strict=True)
+    ):
+        raise Mismatch(
+            "the box reaches outside the tensor",
+            key=target.key,
+            path=catalog.url,
+            expected=show(box),
+            got=f"{list(info.shape)} in the checkpoint",
+        )
     _check_tensor(target)
 
 
 def _check_tensor(target: Target) -> None:
     tensor = target.tensor
     if tensor.numel() != target.box.numel:
-        raise Mismatch("the tensor has not the box's number of elements", key=target.key,
-                       expected=f"{target.box.numel} for {show(target.box)}", got=f"{tensor.numel()} in {list(tensor.shape)}")
+        raise Mismatch(
+            "the tensor has not the box's number of elements",
+            key=target.key,
+            expected=f"{target.box.numel} for {show(target.box)}",
+            got=f"{tensor.numel()} in {list(tensor.shape)}",
+        )
     if not tensor.numel():
         return
     if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
-        raise Mismatch("the tensor cannot be filled in place", key=target.key, expected="a strided tensor on cpu or cuda",
-                       got=f"{tensor.layout} on {tensor.device}")
-    reach = tensor.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        raise Mismatch(
+            "the tensor cannot be filled in place",
+            key=target.key,
+            expected="a strided tensor on cpu or cuda",
+            got=f"{tensor.layout} on {tensor.device}",
+        )
+    reach = (
+        tensor.storage_offset()
+        + 1
+        + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    )
     have = tensor.untyped_storage().nbytes()
     if reach * tensor.element_size() > have:
-        raise StorageReleased("the tensor's memory was released", key=target.key,
-                              expected=f"{reach * tensor.element_size()} bytes", got=f"{have} bytes",
-                              remedy="Bring the tensor back (reload it from the offload buffer) before loading into it.")
+        raise StorageReleased(
+            "the tensor's memory was released",
+            key=target.key,
+            expected=f"{reach * tensor.element_size()} bytes",
+            got=f"{have} bytes",
+            remedy="Bring the tensor back (reload it from the offload buffer) before loading into it.",
+        )
 
 
-def read_tensors(storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config) -> tuple[int, int]:
+def read_tensors(
+    storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config
+) -> tuple[int, int]:
     """Fill every target. Returns (payload bytes placed, bytes read).
 
-    Raises what `check_targets` does, and `Corrupt` for missing regions or files that are too short, before anything has
-    changed; `Corrupt` for a wrong checksum and `LoadFailed` for an I/O error while reading, when tensors may be partly filled.
+    Raises what `check_targets` does, and `Corrupt` for missing regions or files that are too short, before
+    anything has changed; `Corrupt` for a wrong checksum and `LoadFailed` for an I/O error while reading,
+    when tensors may be partly filled.
     """
     check_targets(catalog, targets)
     planner = _Planner(storage, catalog, config)
@@ -147,7 +200,8 @@ def read_tensors(storage: Storage, catalog: Catalog, targets: Sequence[Target], 
 
 
 class _Planner:
-    """Collects the segments of each file. Changes nothing but its own lists; opens foreign files to find payloads."""
+    """Collects the segments of each file. Changes nothing but its own lists; opens foreign files to find
+    payloads."""
 
     def __init__(self, storage: Storage, catalog: Catalog, config: Config) -> None:
         self._storage = storage
@@ -186,25 +240,40 @@ class _Planner:
             else:
                 self._add_strided(item, part, box, tensor.detach(), payload, itemsize)
 
-    def _add_strided(self, item: Item, part: Box, box: Box, tensor: torch.Tensor, payload: int, itemsize: int) -> None:
+    def _add_strided(
+        self, item: Item, part: Box, box: Box, tensor: torch.Tensor, payload: int, itemsize: int
+    ) -> None:
         out = tensor.view(box.shape)
         steps = strides(item.box.shape)
         segments = self._to(item.file)
         room = max(itemsize, self._scratch - 2 * self._chunk if self._chunk > 1 else self._scratch)
         for start, span, sub in blocks(item.box, part, itemsize, room, self._hole):
-            segments.append(Segment(payload + start, payload + start + span, 0,
-                                    Strided(out[sub.slices_in(box)], item.dtype, steps)))
+            segments.append(
+                Segment(
+                    payload + start,
+                    payload + start + span,
+                    0,
+                    Strided(out[sub.slices_in(box)], item.dtype, steps),
+                )
+            )
 
     def _add_archive(self, item: Item, part: Box, box: Box, tensor: torch.Tensor) -> None:
         out = tensor.view(box.shape)[part.slices_in(box)]
 
         def place(value: torch.Tensor) -> None:
             if value.numel() != item.box.numel:
-                raise Corrupt("an item's tensor has another shape than the metadata says", key=item.key, file=item.file,
-                              expected=list(item.box.shape), got=list(value.shape))
+                raise Corrupt(
+                    "an item's tensor has another shape than the metadata says",
+                    key=item.key,
+                    file=item.file,
+                    expected=list(item.box.shape),
+                    got=list(value.shape),
+                )
             out.copy_(value.reshape(item.box.shape)[part.slices_in(item.box)])
 
-        self._archives.append(Unit(item.file, item.offset, item.offset + item.length, 0, (), Archive(item.key, place)))
+        self._archives.append(
+            Unit(item.file, item.offset, item.offset + item.length, 0, (), Archive(item.key, place))
+        )
 
     def _to(self, file: str) -> list[Segment]:
         found = self._segments.get(file)
@@ -215,10 +284,18 @@ class _Planner:
     def _check_size(self, item: Item) -> None:
         stored = self._catalog.files.get(item.file)
         if stored is None:
-            raise Corrupt("a file of the checkpoint is missing", file=item.file, path=self._catalog.url, key=item.key)
+            raise Corrupt(
+                "a file of the checkpoint is missing", file=item.file, path=self._catalog.url, key=item.key
+            )
         if item.offset + item.length > stored.size:
-            raise Corrupt("a file is shorter than its items", file=item.file, path=self._catalog.url, key=item.key,
-                          expected=f"at least {item.offset + item.length} bytes", got=f"{stored.size} bytes")
+            raise Corrupt(
+                "a file is shorter than its items",
+                file=item.file,
+                path=self._catalog.url,
+                key=item.key,
+                expected=f"at least {item.offset + item.length} bytes",
+                got=f"{stored.size} bytes",
+            )
 
     def _payload(self, item: Item) -> int | None:
         self._check_size(item)
@@ -226,7 +303,7 @@ class _Planner:
             reader = self._readers.get(item.file)
             if reader is None:
                 reader = self._readers[item.file] = self._storage.open(item.file)
-            self._payloads[item] = foreign.payload_offset(item, foreign.cached_reads(item, reader))
+            self._payloads[item] = archive.payload_offset(item, archive.cached_reads(item, reader))
         return self._payloads[item]
 
     def units(self) -> list[Unit]:
@@ -246,7 +323,9 @@ class _Planner:
         self._readers.clear()
 
 
-def read_tensor(storage: Storage, catalog: Catalog, key: str, config: Config, box: Box | None = None) -> torch.Tensor:
+def read_tensor(
+    storage: Storage, catalog: Catalog, key: str, config: Config, box: Box | None = None
+) -> torch.Tensor:
     """A new CPU tensor that holds a stored tensor, or a box of it."""
     if key not in catalog.tensors:
         raise MissingKey(f"the checkpoint has no tensor {key!r}", path=catalog.url)
@@ -263,12 +342,20 @@ def read_object(storage: Storage, catalog: Catalog, key: str) -> bytes:
     if not items or key in catalog.tensors:
         raise MissingKey(f"the checkpoint has no value {key!r}", path=catalog.url)
     if len(items) > 1:
-        raise Corrupt("a value is stored more than once", key=key, path=catalog.url, expected=1, got=len(items))
+        raise Corrupt(
+            "a value is stored more than once", key=key, path=catalog.url, expected=1, got=len(items)
+        )
     item = items[0]
     stored = catalog.files.get(item.file)
     if stored is None or item.offset + item.length > stored.size:
-        raise Corrupt("a file is missing or shorter than its items", file=item.file, path=catalog.url, key=key,
-                      expected=f"at least {item.offset + item.length} bytes", got=f"{stored.size if stored else 0} bytes")
+        raise Corrupt(
+            "a file is missing or shorter than its items",
+            file=item.file,
+            path=catalog.url,
+            key=key,
+            expected=f"at least {item.offset + item.length} bytes",
+            got=f"{stored.size if stored else 0} bytes",
+        )
     return read_range(storage, catalog, item.file, item.payload_offset, item.num_bytes)
 
 
@@ -290,10 +377,13 @@ def read_range(storage: Storage, catalog: Catalog, file: str, start: int, num_by
 
 
 def read_common(storage: Storage, catalog: Catalog) -> dict[Any, Any]:
-    """The plain values of the Megatron dialect: `common.pt` or, from megatron-core 0.19, an object of its own; {} without."""
+    """The plain values of the Megatron dialect: `common.pt` or, from megatron-core 0.19, an object of its
+    own; {} without."""
     if catalog.common_item is not None:
         item = catalog.common_item
-        value = load_value(read_range(storage, catalog, item.file, item.payload_offset, item.num_bytes), item.key)
+        value = load_value(
+            read_range(storage, catalog, item.file, item.payload_offset, item.num_bytes), item.key
+        )
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
     elif catalog.common is not None:
         if catalog.common in catalog.files:
@@ -309,14 +399,18 @@ def read_common(storage: Storage, catalog: Catalog) -> dict[Any, Any]:
 
 
 def load_value(data: Buffer, key: str) -> Any:
-    """`torch.load(weights_only=True)` of a value, on the CPU. UnsafePickle names the class that it would need."""
+    """`torch.load(weights_only=True)` of a value, on the CPU. UnsafePickle names the class that it would
+    need."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as e:
         name = re.search(r"(?:GLOBAL|class|type) ([\w.]+\.[\w.]+)", str(e))
-        raise UnsafePickle("a stored value needs a class that is not known to be safe", key=key,
-                           name=name[1] if name else str(e).splitlines()[0],
-                           remedy="If you trust the checkpoint, call torch.serialization.add_safe_globals([...]) "
-                                  "with that class before loading.") from e
+        raise UnsafePickle(
+            "a stored value needs a class that is not known to be safe",
+            key=key,
+            name=name[1] if name else str(e).splitlines()[0],
+            remedy="If you trust the checkpoint, call torch.serialization.add_safe_globals([...]) "
+            "with that class before loading.",
+        ) from e
     except (RuntimeError, EOFError, ValueError, KeyError) as e:
         raise Corrupt(f"a stored value cannot be read: {type(e).__name__}: {e}", key=key) from e

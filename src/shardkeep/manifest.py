@@ -1,7 +1,7 @@
 """Index and manifest <-> bytes, and the names of files. Pure: no I/O.
 
-The index is msgpack, the manifest canonical JSON with a digest of itself; docs/format.md has every field. Decoding validates
-types and structure and raises `Corrupt`; nothing here runs a pickle.
+The index is msgpack, the manifest canonical JSON with a digest of itself; docs/format.md has every field.
+Decoding validates types and structure and raises `Corrupt`; nothing here runs a pickle.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ def encode_index(index: Index) -> bytes:
 def decode_index(data: bytes, path: str) -> Index:
     try:
         index = msgspec.msgpack.decode(data, type=Index)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as e:  # deeply nested: nothing of ours is
+    except (
+        msgspec.DecodeError,
+        msgspec.ValidationError,
+        RecursionError,
+    ) as e:  # deeply nested: nothing of ours is
         raise Corrupt(f"the index cannot be read: {e}", path=path) from e
     _check_version(index.format_version, path)
     return index
@@ -116,5 +120,10 @@ def _self_digest(record: dict[str, object]) -> str:
 
 def _check_version(version: object, path: str) -> None:
     if version != FORMAT_VERSION:
-        raise Corrupt("unknown format version", path=path, expected=FORMAT_VERSION, got=version,
-                      remedy="A newer shardkeep wrote this; upgrade to read it.")
+        raise Corrupt(
+            "unknown format version",
+            path=path,
+            expected=FORMAT_VERSION,
+            got=version,
+            remedy="A newer shardkeep wrote this; upgrade to read it.",
+        )

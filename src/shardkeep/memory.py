@@ -8,7 +8,8 @@ import torch
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable. The caller keeps the tensor alive for as long as it uses the view.
+    """The bytes of a contiguous CPU tensor, writable. The caller keeps the tensor alive for as long as it
+    uses the view.
 
     Not `tensor.numpy()`: that marks the storage as not resizable for good, and a framework that offloads with
     `storage.resize_(0)` would fail at its next attempt."""
@@ -20,4 +21,9 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is its row-major content."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -7,10 +7,12 @@
     dispatch = sk.ray.Dispatch(root, {"policy": policy_actors, "critic": critic_actors}, keep=3)
     saving = dispatch.save(step, trainer_state={"epoch": 1})
     await saving.captured()                                  # actors may train on
-    report = await saving                                    # all groups and the trainer's state are one committed step
+    report = await saving                                    # all groups and the trainer's state are one
+    committed step
 
-Each group is a torch.distributed world of its own, given in rank order. The driver never touches tensors: it starts the saves, asks
-until all ranks are through, and writes the step manifest. A dead actor is noticed through Ray, not by waiting for it.
+Each group is a torch.distributed world of its own, given in rank order. The driver never touches tensors: it
+starts the saves, asks until all ranks are through, and writes the step manifest. A dead actor is noticed
+through Ray, not by waiting for it.
 """
 
 from __future__ import annotations
@@ -51,17 +53,23 @@ class Restored:
 
 
 class CheckpointActor:
-    """Mixin for an actor class. Override `checkpoint_state` and `restore_checkpoint`; `Dispatch` calls the rest."""
+    """Mixin for an actor class. Override `checkpoint_state` and `restore_checkpoint`; `Dispatch` calls the
+    rest.
+    """
 
     checkpoint_strict = True
     """Whether a restore wants exactly the keys that the state asks for."""
 
     def checkpoint_state(self) -> Mapping[str, Any]:
-        """This rank's state: what to save, and the template of a restore. Called on all ranks of the group; may be collective."""
+        """This rank's state: what to save, and the template of a restore. Called on all ranks of the group;
+        may be collective.
+        """
         raise NotImplementedError
 
     def restore_checkpoint(self, state: Any) -> None:
-        """Put a restored state to use; it has the shape that `dist_checkpointing.load` (or `sk.load`) gives it."""
+        """Put a restored state to use; it has the shape that `dist_checkpointing.load` (or `sk.load`) gives
+        it.
+        """
         raise NotImplementedError
 
     def shardkeep_who(self) -> str:
@@ -97,33 +105,47 @@ class CheckpointActor:
     def shardkeep_load(self, url: str, attempt: str, config: Config) -> None:
         """Restore this rank from an attempt of a component."""
         loaded, _, _ = checkpointer.load_from(
-            storage_for(url), config, lambda: template(self.checkpoint_state()), checkpointer.strict_rule(self.checkpoint_strict),
+            storage_for(url),
+            config,
+            lambda: template(self.checkpoint_state()),
+            checkpointer.strict_rule(self.checkpoint_strict),
             manifest_name=names.attempt_manifest_name(attempt),
         )
         self.restore_checkpoint(loaded.loaded)
 
     def _saves(self) -> dict[str, SaveHandle[SaveReport]]:
-        return self.__dict__.setdefault("_shardkeep_saves", {})
+        saves: dict[str, SaveHandle[SaveReport]] = self.__dict__.setdefault("_shardkeep_saves", {})
+        return saves
 
 
 Who = tuple[str, int]  # group, rank
 
 
 class Dispatch:
-    """Saves and restores groups of actors and the trainer's state as steps of one run. Calls return handles at once.
+    """Saves and restores groups of actors and the trainer's state as steps of one run. Calls return handles
+    at once.
 
-    `groups`: name -> actor handles in rank order. `keep`, `keep_every`, `step_name`: see `sk.Run`. Steps are saved in the
-    order of the calls; a step that exists is replaced."""
+    `groups`: name -> actor handles in rank order. `keep`, `keep_every`, `step_name`: see `sk.Run`. Steps are
+    saved in the order of the calls; a step that exists is replaced.
+    """
 
     def __init__(
-        self, root: str | os.PathLike[str], groups: Mapping[str, Sequence[Any]], *, keep: int | None = None,
-        keep_every: int | None = None, step_name: str = "step_{}", config: Config | None = None,
+        self,
+        root: str | os.PathLike[str],
+        groups: Mapping[str, Sequence[Any]],
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        step_name: str = "step_{}",
+        config: Config | None = None,
     ) -> None:
         self._config = resolve(config)
         self._run = Run(root, keep=keep, keep_every=keep_every, step_name=step_name, config=config)
         self._groups: dict[str, list[Any]] = {}
         self._who: dict[Who, Any] = {}
-        self._pool = ThreadPoolExecutor(1, "shardkeep-dispatch")  # one at a time: steps commit in the order of their calls
+        self._pool = ThreadPoolExecutor(
+            1, "shardkeep-dispatch"
+        )  # one at a time: steps commit in the order of their calls
         for name, actors in groups.items():
             self.set_group(name, actors)
 
@@ -144,15 +166,22 @@ class Dispatch:
         return self._run.latest()
 
     def save(
-        self, step: int, *, trainer_state: Mapping[str, Any] | None = None, files: Mapping[str, Mapping[str, bytes]] | None = None
+        self,
+        step: int,
+        *,
+        trainer_state: Mapping[str, Any] | None = None,
+        files: Mapping[str, Mapping[str, bytes]] | None = None,
     ) -> SaveHandle[StepReport]:
         """Save all groups, the trainer's state and `files` (component -> file name -> bytes) as one step.
 
-        The handle raises SaveFailed, which names group, rank, node, pid and cause; the previous step stands then."""
+        The handle raises SaveFailed, which names group, rank, node, pid and cause; the previous step stands
+        then.
+        """
         token = uuid.uuid4().hex
         actors = {(g, r): a for g, group in self._groups.items() for r, a in enumerate(group)}
         starts = {
-            who: actor.shardkeep_start.remote(token, self._run.target(step, who[0]), self._config) for who, actor in actors.items()
+            who: actor.shardkeep_start.remote(token, self._run.target(step, who[0]), self._config)
+            for who, actor in actors.items()
         }
         handle: SaveHandle[StepReport] = SaveHandle(cancel=lambda: self._abort(actors, token))
 
@@ -173,7 +202,9 @@ class Dispatch:
         return handle
 
     def restore(self, step: int | None = None) -> Handle[Restored | None]:
-        """Restore all groups from a committed step (None: the latest; the result is None if there is none)."""
+        """Restore all groups from a committed step (None: the latest; the result is None if there is
+        none).
+        """
         handle: Handle[Restored | None] = Handle()
         self._pool.submit(handle.run, lambda: self._restore(step))
         return handle
@@ -185,29 +216,44 @@ class Dispatch:
         storage = self._run.storage_of(manifest.step)
         absent = [g for g in self._groups if g not in manifest.components]
         if absent:
-            raise NotCommitted(f"step {manifest.step} has no component '{absent[0]}'", path=storage.url,
-                               expected=absent[0], got=", ".join(sorted(manifest.components)))
+            raise NotCommitted(
+                f"step {manifest.step} has no component '{absent[0]}'",
+                path=storage.url,
+                expected=absent[0],
+                got=", ".join(sorted(manifest.components)),
+            )
         calls = {
-            (g, r): actor.shardkeep_load.remote(storage.child(g).url, manifest.components[g].attempt, self._config)
-            for g, group in self._groups.items() for r, actor in enumerate(group)
+            (g, r): actor.shardkeep_load.remote(
+                storage.child(g).url, manifest.components[g].attempt, self._config
+            )
+            for g, group in self._groups.items()
+            for r, actor in enumerate(group)
         }
         self._collect(calls, LoadFailed)
         own = manifest.components.get(TRAINER)
-        state = {} if own is None else read_nested(storage.child(TRAINER), names.attempt_manifest_name(own.attempt), self._config)
+        state = (
+            {}
+            if own is None
+            else read_nested(storage.child(TRAINER), names.attempt_manifest_name(own.attempt), self._config)
+        )
         return Restored(step=manifest.step, trainer_state=state)
 
     def _save_own(
         self, step: int, trainer_state: dict[str, Any], files: Mapping[str, Mapping[str, bytes]]
     ) -> dict[str, SaveReport]:
         """The driver's components: the trainer's state, and files for other tools."""
-        reports = {TRAINER: checkpointer.save_to(trainer_state, self._run.target(step, TRAINER), self._config)}
+        reports = {
+            TRAINER: checkpointer.save_to(trainer_state, self._run.target(step, TRAINER), self._config)
+        }
         for name, contents in files.items():
             target = self._run.target(step, name, attached=dict(contents))
             reports[name] = checkpointer.save_to(dict(contents), target, self._config)
         return reports
 
     def _poll(self, actors: Mapping[Who, Any], token: str) -> dict[Who, SaveReport]:
-        """Ask until every rank is through. Actors may be busy training: an answer may take as long as a step does."""
+        """Ask until every rank is through. Actors may be busy training: an answer may take as long as a step
+        does.
+        """
         reports: dict[Who, SaveReport] = {}
         while len(reports) < len(actors):
             asked = {who: a.shardkeep_poll.remote(token) for who, a in actors.items() if who not in reports}
@@ -218,7 +264,9 @@ class Dispatch:
         return reports
 
     def _collect(self, calls: Mapping[Who, Any], failure: type[ShardkeepError]) -> dict[Who, Any]:
-        """All results, or the first error; a dead actor counts before the errors of those who waited for it."""
+        """All results, or the first error; a dead actor counts before the errors of those who waited for
+        it.
+        """
         waiting = {ref: who for who, ref in calls.items()}
         results: dict[Who, Any] = {}
         end = time.monotonic() + self._config.deadline_s + _GRACE_S
@@ -226,8 +274,10 @@ class Dispatch:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 missing = [self._name(who) for who in waiting.values()]
-                raise failure(f"no answer within {self._config.deadline_s:g} s from {'; '.join(missing)}",
-                              remedy="Look at their logs; they are alive but stuck.")
+                raise failure(
+                    f"no answer within {self._config.deadline_s:g} s from {'; '.join(missing)}",
+                    remedy="Look at their logs; they are alive but stuck.",
+                )
             who = waiting.pop(ready[0])
             try:
                 results[who] = ray.get(ready[0])
@@ -235,14 +285,20 @@ class Dispatch:
                 raise self._explain(who, e, waiting, failure) from e
         return results
 
-    def _explain(self, who: Who, error: Exception, waiting: Mapping[Any, Who], failure: type[ShardkeepError]) -> ShardkeepError:
+    def _explain(
+        self, who: Who, error: Exception, waiting: Mapping[Any, Who], failure: type[ShardkeepError]
+    ) -> ShardkeepError:
         ended, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.5) if waiting else ([], [])
         suspects = [(who, error), *((waiting[ref], e) for ref in ended if (e := _error_of(ref)))]
         for culprit, cause in suspects:
             if isinstance(cause, ray.exceptions.RayActorError):
-                return failure(f"an actor died: {self._name(culprit)}", group=culprit[0], rank=culprit[1],
-                               cause=str(cause).strip().splitlines()[0],
-                               remedy="The previous step stands. Restart the group, set_group() and restore().")
+                return failure(
+                    f"an actor died: {self._name(culprit)}",
+                    group=culprit[0],
+                    rank=culprit[1],
+                    cause=str(cause).strip().splitlines()[0],
+                    remedy="The previous step stands. Restart the group, set_group() and restore().",
+                )
         cause = getattr(error, "cause", error)
         return failure(f"{self._name(who)}: {cause}", group=who[0], rank=who[1])
 
@@ -262,5 +318,6 @@ def _error_of(ref: Any) -> Exception | None:
     try:
         ray.get(ref)
     except ray.exceptions.RayError as e:
-        return e
+        error: Exception = e
+        return error
     return None

@@ -1,13 +1,15 @@
-"""A target box + the stored boxes of its key -> what to copy, and which bytes of a stored box hold a part of it.
+"""A target box + the stored boxes of its key -> what to copy, and which bytes of a stored box hold a part
+of it.
 
-Pure arithmetic: no I/O, no tensors. `copies` proves that the stored boxes cover the target, so that no element of a
-destination stays unset without an error; `blocks` bounds how much is read at a time and skips large holes.
+Pure arithmetic: no I/O, no tensors. `copies` proves that the stored boxes cover the target, so that no
+element of a destination stays unset without an error; `blocks` bounds how much is read at a time and skips
+large holes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +33,8 @@ class Stored(Protocol):
 class Finder:
     """The stored items of one key, ready to answer which of them a box touches.
 
-    Built once per key and asked once per target; with thousands of items and targets each answer stays vectorised.
+    Built once per key and asked once per target; with thousands of items and targets each answer stays
+    vectorised.
     """
 
     __slots__ = ("_high", "_low", "items")
@@ -45,19 +48,21 @@ class Finder:
             self._high = self._low + np.array([i.box.shape for i in items], dtype=np.int64)
 
     def near(self, target: Box) -> Sequence[Any]:
-        """The items that share an element with `target`; with few items all of them, for the caller to intersect."""
+        """The items that share an element with `target`; with few items all of them, for the caller to
+        intersect."""
         if self._low is None or self._high is None:
             return self.items
         low = np.array(target.offset, dtype=np.int64)
         high = low + np.array(target.shape, dtype=np.int64)
         hit = np.logical_and((self._low < high).all(axis=1), (self._high > low).all(axis=1))
-        return [self.items[i] for i in np.flatnonzero(hit)]
+        return [self.items[i] for i in np.flatnonzero(hit).tolist()]
 
 
 def copies(key: str, target: Box, finder: Finder, *, partial: bool = False) -> list[tuple[Any, Box]]:
     """(item, part of `target` that it holds) for every item that holds some. Parts are disjoint.
 
-    The parts must cover `target`, else `Corrupt` names the key and a region that no item holds; with `partial` they need not.
+    The parts must cover `target`, else `Corrupt` names the key and a region that no item holds; with
+    `partial` they need not.
     """
     items = finder.items
     if len(items) == 1 and items[0].box == target:  # the layout has not changed: by far the most common case
@@ -72,11 +77,22 @@ def copies(key: str, target: Box, finder: Finder, *, partial: bool = False) -> l
             found.append((item, part))
             covered += part.numel
     if covered > target.numel:
-        raise Corrupt("stored boxes overlap", key=key, box=show(target), expected=f"{target.numel} elements", got=covered)
+        raise Corrupt(
+            "stored boxes overlap",
+            key=key,
+            box=show(target),
+            expected=f"{target.numel} elements",
+            got=covered,
+        )
     if covered < target.numel and not partial:
         missing = first_gap(target, [part for _, part in found])
-        raise Corrupt("no stored box holds a region of the tensor", key=key, missing=show(missing),
-                      expected=f"{target.numel} elements in {show(target)}", got=covered)
+        raise Corrupt(
+            "no stored box holds a region of the tensor",
+            key=key,
+            missing=show(missing),
+            expected=f"{target.numel} elements in {show(target)}",
+            got=covered,
+        )
     return found
 
 
@@ -85,11 +101,16 @@ def first_gap(target: Box, parts: Sequence[Box]) -> Box:
     if not parts or not target.shape:
         return target
     for dim in range(len(target.shape)):
-        cuts = sorted({target.offset[dim], target.offset[dim] + target.shape[dim]}
-                      | {p.offset[dim] for p in parts} | {p.offset[dim] + p.shape[dim] for p in parts})
-        for low, high in zip(cuts, cuts[1:], strict=False):
-            slab = Box(offset=(*target.offset[:dim], low, *target.offset[dim + 1 :]),
-                       shape=(*target.shape[:dim], high - low, *target.shape[dim + 1 :]))
+        cuts = sorted(
+            {target.offset[dim], target.offset[dim] + target.shape[dim]}
+            | {p.offset[dim] for p in parts}
+            | {p.offset[dim] + p.shape[dim] for p in parts}
+        )
+        for low, high in pairwise(cuts):
+            slab = Box(
+                offset=(*target.offset[:dim], low, *target.offset[dim + 1 :]),
+                shape=(*target.shape[:dim], high - low, *target.shape[dim + 1 :]),
+            )
             inside = [q for p in parts if (q := slab.intersect(p)) is not None]
             if sum(q.numel for q in inside) < slab.numel:
                 return first_gap(slab, inside) if slab.shape != target.shape and inside else slab
@@ -97,16 +118,18 @@ def first_gap(target: Box, parts: Sequence[Box]) -> Box:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Indices of two boxes that share an element, or None. O(n log n) for boxes on a grid of slabs; see `_sweep`."""
+    """Indices of two boxes that share an element, or None. O(n log n) for boxes on a grid of slabs; see
+    `_sweep`."""
     live = [i for i, b in enumerate(boxes) if b.numel]
     return _sweep(boxes, live, 0)
 
 
 def _sweep(boxes: Sequence[Box], live: list[int], dim: int) -> tuple[int, int] | None:
-    """Sort by the start along `dim`; runs of boxes whose ranges chain together are looked at along the next dimension.
+    """Sort by the start along `dim`; runs of boxes whose ranges chain together are looked at along the next
+    dimension.
 
-    Boxes that are disjoint along `dim` end in different runs, so each level costs a sort. A run that no dimension splits any
-    further (a pinwheel of boxes) is compared pairwise.
+    Boxes that are disjoint along `dim` end in different runs, so each level costs a sort. A run that no
+    dimension splits any further (a pinwheel of boxes) is compared pairwise.
     """
     if len(live) < 2:
         return None
@@ -173,14 +196,17 @@ def blocks(
 ) -> Iterator[tuple[int, int, Box]]:
     """Cut `part` of `stored` into sub-boxes that can be read one at a time: (start, span, sub-box).
 
-    `start` and `span` are bytes of the payload of `stored`, from the first to the last byte of the sub-box, at most
-    `max_bytes` (>= itemsize). Bytes between rows are in the span unless the hole exceeds `hole_bytes`; then rows come one by one.
+    `start` and `span` are bytes of the payload of `stored`, from the first to the last byte of the sub-box,
+    at most `max_bytes` (>= itemsize). Bytes between rows are in the span unless the hole exceeds
+    `hole_bytes`; then rows come one by one.
     """
     if not part.numel:
         return
     assert max_bytes >= itemsize
     step = [s * itemsize for s in strides(stored.shape)]
-    spans = [itemsize]  # spans[d]: from the first to the last byte of the part, one index fixed for each dimension before d
+    spans = [
+        itemsize
+    ]  # spans[d]: from the first to the last byte of the part, one index fixed for each dimension before d
     for d in range(len(step) - 1, -1, -1):
         spans.insert(0, spans[0] + (part.shape[d] - 1) * step[d])
     dim = 0
@@ -201,15 +227,13 @@ def blocks(
             yield (
                 at + first * step[dim],
                 (count - 1) * step[dim] + spans[dim + 1],
-                Box(offset=(*fixed, part.offset[dim] + first, *part.offset[dim + 1 :]),
-                    shape=(*(1,) * dim, count, *part.shape[dim + 1 :])),
+                Box(
+                    offset=(*fixed, part.offset[dim] + first, *part.offset[dim + 1 :]),
+                    shape=(*(1,) * dim, count, *part.shape[dim + 1 :]),
+                ),
             )
 
 
 def show(box: Box) -> str:
     """A box as slices: `[0:4, 8:16]`."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.shape, strict=True)) + "]"
-
-
-def num_bytes_of(shape: tuple[int, ...], itemsize: int) -> int:
-    return math.prod(shape) * itemsize

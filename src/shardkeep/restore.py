@@ -1,7 +1,7 @@
 """A state as the template of a load: which boxes and values it asks for, and how they are put back, in place.
 
-`Template` has one implementation here, for plain states, and one in `shardkeep.megatron.state`. Comparing keys is
-collective, since each rank of a model asks for its own.
+`Template` has one implementation here, for plain states, and one in `shardkeep.megatron.state`. Comparing
+keys is collective, since each rank of a model asks for its own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Template(Protocol):
     values: list[str]
 
     def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
-        """Put loaded objects and the checkpoint's common values back, after the targets have been filled. `absent`: keys that were
-        asked for and are not stored."""
+        """Put loaded objects and the checkpoint's common values back, after the targets have been filled.
+        `absent`: keys that were asked for and are not stored.
+        """
 
     @property
     def loaded(self) -> Any:
@@ -49,7 +50,9 @@ def template(state: Mapping[str, Any]) -> Template:
 
 
 class PlainTemplate:
-    """A nested dict of tensors and plain values. Tensors are filled in place, plain values replaced in their containers."""
+    """A nested dict of tensors and plain values. Tensors are filled in place, plain values replaced in their
+    containers.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         captured = capture(state)
@@ -57,7 +60,8 @@ class PlainTemplate:
         self._paths = captured.paths
         self.targets = [
             ReadTarget(key=s.header.key, box=s.header.box, shape=s.header.shape, tensor=s.tensor)
-            for s in captured.shards if isinstance(s, TensorShard)
+            for s in captured.shards
+            if isinstance(s, TensorShard)
         ]
         self.values = [s.header.key for s in captured.shards if not isinstance(s, TensorShard)]
 
@@ -95,11 +99,17 @@ def compare(ranks: Coordinator, catalog: Catalog, wanted: Iterable[str]) -> Diff
 def require_equal(difference: Difference, path: str) -> None:
     """The strict rule: MissingKey or UnexpectedKey, naming the first keys."""
     if difference.missing:
-        raise MissingKey(f"the checkpoint lacks {some(difference.missing)}", path=path,
-                         remedy="Pass strict=False to load what is there.")
+        raise MissingKey(
+            f"the checkpoint lacks {some(difference.missing)}",
+            path=path,
+            remedy="Pass strict=False to load what is there.",
+        )
     if difference.unexpected:
-        raise UnexpectedKey(f"the state does not ask for {some(difference.unexpected)}", path=path,
-                            remedy="Pass strict=False to leave them out.")
+        raise UnexpectedKey(
+            f"the state does not ask for {some(difference.unexpected)}",
+            path=path,
+            remedy="Pass strict=False to leave them out.",
+        )
 
 
 def some(keys: Collection[str]) -> str:
@@ -138,10 +148,15 @@ def _own_key(container: Any, step: str | int) -> Any:
 
 
 def read_nested(storage: Storage, manifest_name: str, config: Config) -> dict[str, Any]:
-    """A whole checkpoint of the `dcp` dialect as a new nested dict; for states that are small, such as a trainer's."""
+    """A whole checkpoint of the `dcp` dialect as a new nested dict; for states that are small, such as a
+    trainer's.
+    """
     catalog = resolve(storage, manifest_name)
     tensors = {k: torch.empty(i.shape, dtype=dtype_named(i.dtype)) for k, i in catalog.tensors.items()}
-    targets = [ReadTarget(key=k, box=whole(tuple(t.shape)), shape=tuple(t.shape), tensor=t) for k, t in tensors.items()]
+    targets = [
+        ReadTarget(key=k, box=whole(tuple(t.shape)), shape=tuple(t.shape), tensor=t)
+        for k, t in tensors.items()
+    ]
     read_tensors(storage, catalog, targets, config)
     values = {k: load_value(read_object(storage, catalog, k), k) for k in catalog.objects}
     return unflatten_state_dict(tensors | values, {k: tuple(p) for k, p in catalog.paths.items()})

@@ -1,4 +1,6 @@
-"""Which steps of a run go, and how. Only committed steps count; nothing goes before a newer step is committed."""
+"""Which steps of a run go, and how. Only committed steps count; nothing goes before a newer step is
+committed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ log = logging.getLogger("shardkeep")
 
 
 def surplus(steps: Sequence[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """Committed steps to remove: all but the newest `keep` and the multiples of `keep_every`. None keeps all."""
+    """Committed steps to remove: all but the newest `keep` and the multiples of `keep_every`. None keeps
+    all.
+    """
     if keep is None:
         return []
     old = sorted(steps)[:-keep]
@@ -20,7 +24,9 @@ def surplus(steps: Sequence[int], keep: int | None, keep_every: int | None) -> l
 
 
 def remove_step(storage: Storage, *, durable: bool) -> None:
-    """Remove a step. Its manifest goes first, durably, so that a crash half-way leaves no step that looks whole."""
+    """Remove a step. Its manifest goes first, durably, so that a crash half-way leaves no step that looks
+    whole.
+    """
     storage.delete(names.STEP_MANIFEST)
     if durable and storage.sizes() is not None:
         storage.sync()

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,12 +37,18 @@ _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Run:
-    """See the module. `keep`: how many committed steps stay (None: all); multiples of `keep_every` stay as well. `step_name`
-    is a format with one integer field, such as "step_{}" or "iter_{:07d}"."""
+    """See the module. `keep`: how many committed steps stay (None: all); multiples of `keep_every` stay as
+    well. `step_name` is a format with one integer field, such as "step_{}" or "iter_{:07d}".
+    """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, keep: int | None = None, keep_every: int | None = None,
-        step_name: str = "step_{}", config: Config | None = None,
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        step_name: str = "step_{}",
+        config: Config | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -51,22 +58,37 @@ class Run:
         self._config = resolve(config)
 
     def step(self, step: int) -> Step:
-        """A context in which components are saved. Commits on exit; on an exception nothing of it will count."""
+        """A context in which components are saved. Commits on exit; on an exception nothing of it will
+        count.
+        """
         return Step(self, step)
 
     def save_async(self, step: int, components: Mapping[str, Mapping[str, Any]]) -> SaveHandle[StepReport]:
-        """Save a whole step in the background; returns once all components are copied to host memory. Collective."""
+        """Save a whole step in the background; returns once all components are copied to host memory.
+        Collective.
+        """
         begun = {name: self._begin(step, name, state) for name, state in components.items()}
         ranks = open_session(f"step {self.storage_of(step).url}", self._config.deadline_s)
 
         def finish() -> StepReport:
-            reports = {name: checkpointer.finish(b) for name, b in begun.items()}
-            with sharing(ranks, SaveFailed):
-                report = self._commit(ranks, step, reports)
+            reports: dict[str, SaveReport] = {}
+            try:
+                for name, component in begun.items():
+                    reports[name] = checkpointer.finish(component)
+                with sharing(ranks, SaveFailed):
+                    report = self._commit(ranks, step, reports)
+            except BaseException:
+                for name in begun.keys() - reports.keys():
+                    begun[name].abandon()
+                raise
             ranks.finish()
             return report
 
-        return background.submit(finish, cancel=lambda: [b.stop.set() for b in begun.values()])
+        def cancel() -> None:
+            for component in begun.values():
+                component.stop.set()
+
+        return background.submit(finish, cancel=cancel)
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees the root. Not collective."""
@@ -79,18 +101,29 @@ class Run:
                 return step
         return None
 
-    def load(self, step: int | None = None, *, components: Mapping[str, Mapping[str, Any]], strict: bool = True) -> int:
-        """Load components of a step (None: the latest) into the given states, in place; returns the step. Collective."""
+    def load(
+        self, step: int | None = None, *, components: Mapping[str, Mapping[str, Any]], strict: bool = True
+    ) -> int:
+        """Load components of a step (None: the latest) into the given states, in place; returns the step.
+        Collective.
+        """
         with checkpointer.shared_load(f"load {self._root.url}", self._config) as ranks:
             found = ranks.broadcast("step", self._choose(step) if ranks.rank == 0 else None)
         chosen, attempts = found
         for name, state in components.items():
             if name not in attempts:
-                raise NotCommitted(f"step {chosen} has no component '{name}'", path=self.storage_of(chosen).url,
-                                   expected=name, got=", ".join(sorted(attempts)))
+                raise NotCommitted(
+                    f"step {chosen} has no component '{name}'",
+                    path=self.storage_of(chosen).url,
+                    expected=name,
+                    got=", ".join(sorted(attempts)),
+                )
             checkpointer.load_from(
-                self.storage_of(chosen).child(name), self._config, lambda state=state: template(state),
-                checkpointer.strict_rule(strict), manifest_name=names.attempt_manifest_name(attempts[name]),
+                self.storage_of(chosen).child(name),
+                self._config,
+                partial(template, state),
+                checkpointer.strict_rule(strict),
+                manifest_name=names.attempt_manifest_name(attempts[name]),
             )
         return int(chosen)
 
@@ -103,8 +136,13 @@ class Run:
         """Where a component of a step is saved, under the rules of a run."""
         if not _COMPONENT.fullmatch(component):
             raise InvalidState("a component's name must be a plain file name", got=component)
-        return Target(storage=self.storage_of(step).child(component), overwrite=True, step=step, keep_previous=True,
-                      attached=attached or {})
+        return Target(
+            storage=self.storage_of(step).child(component),
+            overwrite=True,
+            step=step,
+            keep_previous=True,
+            attached=attached or {},
+        )
 
     def commit(self, step: int, reports: dict[str, SaveReport]) -> StepReport:
         """Commit a step whose components are saved, then remove surplus steps. One process calls this."""
@@ -124,7 +162,9 @@ class Run:
         manifest = None if chosen is None else read_step(self.storage_of(chosen))
         if manifest is None:
             what = "no step is committed" if step is None else f"step {step} is not committed"
-            raise NotCommitted(what, path=self._root.url, expected="a committed step", got=f"committed: {self.steps()}")
+            raise NotCommitted(
+                what, path=self._root.url, expected="a committed step", got=f"committed: {self.steps()}"
+            )
         return manifest
 
     def _begin(self, step: int, name: str, state: Mapping[str, Any]) -> checkpointer.Begun:
@@ -175,18 +215,25 @@ class Step:
 
     def save(self, component: str, state: Mapping[str, Any]) -> SaveReport:
         """Save a component; it counts once the step is committed."""
-        return self._keep(component, lambda: checkpointer.save_to(state, self.run.target(self.number, component), self.run._config))
+        return self._keep(
+            component,
+            lambda: checkpointer.save_to(state, self.run.target(self.number, component), self.run._config),
+        )
 
     def put(self, component: str, values: Mapping[str, Any]) -> SaveReport:
         """Save plain values, equal on all ranks, as a component."""
         return self.save(component, values)
 
     def put_files(self, component: str, files: Mapping[str, bytes]) -> SaveReport:
-        """Save files for other tools (tokenizer, config) as a component, readable under their own names in its directory."""
+        """Save files for other tools (tokenizer, config) as a component, readable under their own names in
+        its directory.
+        """
         target = self.run.target(self.number, component, attached=dict(files))
         return self._keep(component, lambda: checkpointer.save_to(dict(files), target, self.run._config))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         ranks = open_session(f"step {self.run.storage_of(self.number).url}", self.run._config.deadline_s)
         if error is not None:
             ranks.fail(error)

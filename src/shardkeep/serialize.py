@@ -1,4 +1,5 @@
-"""Plain values <-> bytes, through `torch.save` and `torch.load(weights_only=True)` with the active safe globals.
+"""Plain values <-> bytes, through `torch.save` and `torch.load(weights_only=True)` with the active safe
+globals.
 
 A value that `weights_only` would refuse is found when it is saved, not when the run is to resume.
 """
@@ -17,12 +18,16 @@ log = logging.getLogger("shardkeep")
 
 
 def dumps(value: Any, key: str, *, lenient: bool) -> bytes:
-    """The `torch.save` archive of a value. InvalidState (a warning if `lenient`) if it could not be loaded again safely."""
+    """The `torch.save` archive of a value. InvalidState (a warning if `lenient`) if it could not be loaded
+    again safely.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
     except Exception as e:  # whatever a foreign __reduce__ raises
-        raise InvalidState(f"the value cannot be serialised: {type(e).__name__}: {e}", key=key, got=type(value).__name__) from e
+        raise InvalidState(
+            f"the value cannot be serialised: {type(e).__name__}: {e}", key=key, got=type(value).__name__
+        ) from e
     buffer.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
@@ -33,6 +38,9 @@ def dumps(value: Any, key: str, *, lenient: bool) -> bytes:
 def _complain(key: str, unsafe: list[str], *, lenient: bool) -> None:
     what = f"the value holds {', '.join(sorted(unsafe))}, which torch.load(weights_only=True) refuses"
     if not lenient:
-        raise InvalidState(what, key=key,
-                           remedy="Store plain values, or register the class with torch.serialization.add_safe_globals.")
+        raise InvalidState(
+            what,
+            key=key,
+            remedy="Store plain values, or register the class with torch.serialization.add_safe_globals.",
+        )
     log.warning("%s (key '%s')", what, key)

@@ -1,9 +1,10 @@
-"""Tensor -> host memory that can be written: `Ring` for tensors on their way to a file, `Arena` for snapshots.
+"""Tensor -> host memory that can be written: `Ring` for tensors on their way to a file, `Arena` for
+snapshots.
 
-A contiguous CPU tensor is handed on without a copy. Anything else (device tensors, views) goes through the ring's slots
-block by block; while one slot of a pair is written, the other is filled, on a CUDA stream of our own. Invariants: host
-memory in use is `staging_bytes`, whatever the state's size; a slot is refilled only after its consumer has asked for
-the next block; nothing about a tensor's memory is remembered between saves.
+A contiguous CPU tensor is handed on without a copy. Anything else (device tensors, views) goes through the
+ring's slots block by block; while one slot of a pair is written, the other is filled, on a CUDA stream of our
+own. Invariants: host memory in use is `staging_bytes`, whatever the state's size; a slot is refilled only
+after its consumer has asked for the next block; nothing about a tensor's memory is remembered between saves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,21 +24,29 @@ _ALIGN_BYTES = 512
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Host memory, page-locked where there is CUDA. Registered by hand: torch's pinned cache rounds to powers of two."""
+    """Host memory, page-locked where there is CUDA. Registered by hand: torch's pinned cache rounds to powers
+    of two.
+    """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     return buffer
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def free(buffer: torch.Tensor) -> None:
     """Undo the page lock of `allocate`; the memory goes with the last reference."""
     if torch.cuda.is_available():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
+        torch.cuda.check_error(_cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 class Ring:
-    """Pairs of slots, shared by all saves of the process. A thread holds one pair at a time, so waiting cannot deadlock."""
+    """Pairs of slots, shared by all saves of the process. A thread holds one pair at a time, so waiting
+    cannot deadlock.
+    """
 
     def __init__(self, num_pairs: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -62,7 +72,13 @@ class Ring:
             if self._idle:
                 return self._idle.pop()
             self._left_to_allocate -= 1
-        return allocate(self.slot_bytes), allocate(self.slot_bytes)
+        try:
+            return allocate(self.slot_bytes), allocate(self.slot_bytes)
+        except BaseException:
+            with self._changed:
+                self._left_to_allocate += 1
+                self._changed.notify()
+            raise
 
 
 _rings: dict[tuple[int, int], Ring] = {}
@@ -72,11 +88,15 @@ _rings_lock = threading.Lock()
 def ring(config: Config) -> Ring:
     """The process's ring for this configuration."""
     with _rings_lock:
-        return _rings.setdefault((config.num_threads, config.slot_bytes), Ring(config.num_threads, config.slot_bytes))
+        return _rings.setdefault(
+            (config.num_threads, config.slot_bytes), Ring(config.num_threads, config.slot_bytes)
+        )
 
 
 class Stager:
-    """Feeds one writer thread. `ready` is an event after which the state's device tensors hold their values."""
+    """Feeds one writer thread. `ready` is an event after which the state's device tensors hold their
+    values.
+    """
 
     def __init__(self, slots: tuple[torch.Tensor, torch.Tensor], ready: torch.cuda.Event | None) -> None:
         self._slots = slots
@@ -106,7 +126,7 @@ class Stager:
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if self._ready is not None:
                 self._stream.wait_event(self._ready)
         return self._stream
@@ -137,7 +157,9 @@ def cut(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def current_event() -> torch.cuda.Event | None:
-    """An event on the caller's stream: copies on other streams wait for it, so they see the state as it is now."""
+    """An event on the caller's stream: copies on other streams wait for it, so they see the state as it is
+    now.
+    """
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
@@ -170,7 +192,9 @@ class Arena:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Segment:
-        """A segment of at least `num_bytes`. Idle segments that are too small are given back to the system first."""
+        """A segment of at least `num_bytes`. Idle segments that are too small are given back to the system
+        first.
+        """
         with self._lock:
             fitting = sorted((b for b in self._idle if b.numel() >= num_bytes), key=torch.Tensor.numel)
             if fitting:

@@ -1,8 +1,8 @@
 """A step of a run on disk: several components that count together or not at all.
 
-`shardkeep.step.json` names each component's attempt and manifest digest and is written last, in one step. Readers open
-a component by that attempt, so saving a step again can put new components in place while the old step stays whole; files of older
-attempts go only after the new step manifest is durable.
+`shardkeep.step.json` names each component's attempt and manifest digest and is written last, in one step.
+Readers open a component by that attempt, so saving a step again can put new components in place while the old
+step stays whole; files of older attempts go only after the new step manifest is durable.
 """
 
 from __future__ import annotations
@@ -36,29 +36,40 @@ class StepManifest:
 
 
 def commit_step(storage: Storage, step: int, reports: dict[str, SaveReport], *, durable: bool) -> StepReport:
-    """Make the components, each already whole in its directory, the step. One process calls this, after all have saved."""
+    """Make the components, each already whole in its directory, the step. One process calls this, after all
+    have saved.
+    """
     record = {
-        "format_version": names.FORMAT_VERSION, "step": step,
-        "components": {name: {"attempt": r.attempt, "digest": r.manifest_digest} for name, r in reports.items()},
+        "format_version": names.FORMAT_VERSION,
+        "step": step,
+        "components": {
+            name: {"attempt": r.attempt, "digest": r.manifest_digest} for name, r in reports.items()
+        },
     }
     if durable:
         storage.sync()  # the components' directories
     storage.put(names.STEP_MANIFEST, names.sealed(record), durable=durable)
     if durable:
         storage.sync()
-    for name in reports:
+    for name, report in reports.items():
         component = storage.child(name)
-        manifest = committed_manifest(component, names.attempt_manifest_name(reports[name].attempt))
+        manifest = committed_manifest(component, names.attempt_manifest_name(report.attempt))
         if manifest is not None:
             commit.clean_up(component, manifest, durable=durable)
     return StepReport(
-        step=step, path=storage.url, num_bytes=sum(r.num_bytes for r in reports.values()),
-        stall_s=sum(r.stall_s for r in reports.values()), seconds=_slowest(reports), components=dict(reports),
+        step=step,
+        path=storage.url,
+        num_bytes=sum(r.num_bytes for r in reports.values()),
+        stall_s=sum(r.stall_s for r in reports.values()),
+        seconds=_slowest(reports),
+        components=dict(reports),
     )
 
 
 def read_step(storage: Storage) -> StepManifest | None:
-    """The step's manifest if the step is committed: it is valid, and every component it names is whole; else None."""
+    """The step's manifest if the step is committed: it is valid, and every component it names is whole; else
+    None.
+    """
     try:
         step = names.unsealed(storage.get(names.STEP_MANIFEST), StepManifest, storage.url)
     except (FileNotFoundError, NotADirectoryError, Corrupt):

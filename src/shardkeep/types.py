@@ -1,7 +1,8 @@
-"""The vocabulary that the stages exchange. Frozen, slotted, keyword-only; no behaviour beyond arithmetic on boxes.
+"""The vocabulary that the stages exchange. Frozen, slotted, keyword-only; no behaviour beyond arithmetic on
+boxes.
 
-Two layers: what a rank holds (`TensorShard`, `ObjectShard`, `Captured`) and what a checkpoint stores (`Item`, `StoredFile`,
-`Index`, `Manifest`). Headers are the part of a shard that travels between ranks.
+Two layers: what a rank holds (`TensorShard`, `ObjectShard`, `Captured`) and what a checkpoint stores (`Item`,
+`StoredFile`, `Index`, `Manifest`). Headers are the part of a shard that travels between ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A hyper-rectangle of a global tensor: `offset` and `shape`, in elements, one entry per global dimension."""
+    """A hyper-rectangle of a global tensor: `offset` and `shape`, in elements, one entry per global
+    dimension.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -54,7 +57,9 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
-    """What other ranks need to know of a shard. `is_main`: Megatron's main replica; in the `dcp` dialect every copy is one."""
+    """What other ranks need to know of a shard. `is_main`: Megatron's main replica; in the `dcp` dialect
+    every copy is one.
+    """
 
     key: str
     kind: Literal["tensor", "object"]
@@ -67,7 +72,9 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShard:
-    """A tensor (any strides, any device) that holds `header.box`; its own shape may lack axes of size 1 of the box."""
+    """A tensor (any strides, any device) that holds `header.box`; its own shape may lack axes of size 1 of
+    the box.
+    """
 
     header: ShardHeader
     tensor: torch.Tensor
@@ -86,8 +93,10 @@ Shard = TensorShard | ObjectShard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """One rank's state, taken apart. `common` holds the plain values of the Megatron dialect (rank 0 writes them), `paths`
-    the nesting of the `dcp` dialect. `digests` (hex, by key) let ranks compare plain values that all should hold alike."""
+    """One rank's state, taken apart. `common` holds the plain values of the Megatron dialect (rank 0 writes
+    them), `paths` the nesting of the `dcp` dialect. `digests` (hex, by key) let ranks compare plain values
+    that all should hold alike.
+    """
 
     dialect: Dialect
     shards: list[Shard]
@@ -98,9 +107,11 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a save goes and under which rules. `attached`: files for other tools, name -> bytes. `keep_previous`: leave the
-    files of older attempts, because a run removes them after its step is committed. `lenient`: as unmodified trainers
-    need it, differing plain values and directories only warn. `check_cover`: refuse shards that do not tile their tensor."""
+    """Where a save goes and under which rules. `attached`: files for other tools, name -> bytes.
+    `keep_previous`: leave the files of older attempts, because a run removes them after its step is
+    committed. `lenient`: as unmodified trainers need it, differing plain values and directories only warn.
+    `check_cover`: refuse shards that do not tile their tensor.
+    """
 
     storage: Storage
     overwrite: bool = False
@@ -122,7 +133,9 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of one local shard placed in a file: `shard` indexes `Captured.shards`, head and tail frame the payload."""
+    """A box of one local shard placed in a file: `shard` indexes `Captured.shards`, head and tail frame the
+    payload.
+    """
 
     shard: int
     box: Box
@@ -209,8 +222,9 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did. Bytes are payload bytes over all ranks; `seconds` has one entry per phase of this rank;
-    `stall_s` is how long the training thread was held."""
+    """What a save did. Bytes are payload bytes over all ranks; `seconds` has one entry per phase of this
+    rank; `stall_s` is how long the training thread was held.
+    """
 
     path: str
     attempt: str
@@ -224,7 +238,9 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did on this rank: bytes placed into the state, bytes read from storage (checksum chunks included)."""
+    """What a load did on this rank: bytes placed into the state, bytes read from storage (checksum chunks
+    included).
+    """
 
     path: str
     num_bytes: int
@@ -236,7 +252,9 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Result of `verify`: `problems` is empty for a good checkpoint; each names file or key, expected and got."""
+    """Result of `verify`: `problems` is empty for a good checkpoint; each names file or key, expected and
+    got.
+    """
 
     path: str
     num_files: int
@@ -251,7 +269,9 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What committing a step of a run did; `components` maps a name to its SaveReport. Seconds are the slowest component's."""
+    """What committing a step of a run did; `components` maps a name to its SaveReport. Seconds are the
+    slowest component's.
+    """
 
     step: int
     path: str

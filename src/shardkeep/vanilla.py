@@ -1,7 +1,7 @@
 """Index -> the fixed-name files with which unmodified torch DCP and megatron-core read our checkpoints. Pure.
 
-`.metadata` is DCP's pickled `Metadata`; we only ever write it. `metadata.json` has exactly Megatron's four fields, since
-0.13-0.18 reject any other. See docs/format.md, "Dialects".
+`.metadata` is DCP's pickled `Metadata`; we only ever write it. `metadata.json` has exactly Megatron's four
+fields, since 0.13-0.18 reject any other. See docs/format.md, "Dialects".
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from shardkeep.types import Index, Item, TensorInfo, dtype_named
 
 MEGATRON_CONFIG = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1,
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
 }
 
 
@@ -59,5 +62,8 @@ def _tensor_entry(info: TensorInfo, items: list[Item]) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_named(info.dtype)),
         size=torch.Size(info.shape),
-        chunks=[ChunkStorageMetadata(offsets=torch.Size(i.box.offset), sizes=torch.Size(i.box.shape)) for i in items],
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(i.box.offset), sizes=torch.Size(i.box.shape))
+            for i in items
+        ],
     )

@@ -1,7 +1,7 @@
 """A path -> every problem of the checkpoint there, one line each. Reads everything, changes nothing.
 
-Of ours: manifest, sizes, index and fixed-name digests, each chunk's checksum, boxes (no gap, no overlap), items inside files.
-Of another tool's, which stores no checksums: sizes and structure.
+Of ours: manifest, sizes, index and fixed-name digests, each chunk's checksum, boxes (no gap, no overlap),
+items inside files. Of another tool's, which stores no checksums: sizes and structure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from shardkeep import foreign
+from shardkeep import archive
 from shardkeep.catalog import Catalog, Verdict, judge, read_foreign, read_ours, size_problems
 from shardkeep.config import Config, resolve
 from shardkeep.errors import Corrupt, NotCommitted, ShardkeepError
@@ -48,9 +48,15 @@ def verify_storage(storage: Storage, config: Config, manifest_name: str = MANIFE
     if catalog is not None:
         problems += _item_problems(catalog)
         problems += _box_problems(catalog)
-        problems += _chunk_problems(storage, catalog, verdict.sizes, config) if catalog.manifest else _archives(storage, catalog)
+        problems += (
+            _chunk_problems(storage, catalog, verdict.sizes, config)
+            if catalog.manifest
+            else _archives(storage, catalog)
+        )
     return VerifyReport(
-        path=storage.url, num_files=len(catalog.files) if catalog else 0, problems=tuple(dict.fromkeys(problems)),
+        path=storage.url,
+        num_files=len(catalog.files) if catalog else 0,
+        problems=tuple(dict.fromkeys(problems)),
         num_bytes=sum(f.size for f in catalog.files.values()) if catalog else 0,
         checksums=catalog is not None and catalog.checksum != "none",
     )
@@ -89,24 +95,35 @@ def _item_problems(catalog: Catalog) -> Iterator[str]:
     for file, items in by_file.items():
         stored = catalog.files.get(file)
         if stored is None:
-            yield f"a file of the checkpoint is missing (file {file!r}, {len(items)} items, first key {items[0].key!r})"
+            yield (
+                f"a file of the checkpoint is missing (file {file!r}, {len(items)} items, "
+                f"first key {items[0].key!r})"
+            )
             continue
         end, before = 0, ""
         for item in sorted(items, key=lambda i: i.offset):
             if item.offset + item.length > stored.size:
-                yield (f"an item reaches past the end of its file (file {file!r}, key {item.key!r}): "
-                       f"expected at least {item.offset + item.length} bytes, got {stored.size} bytes")
+                yield (
+                    f"an item reaches past the end of its file (file {file!r}, key {item.key!r}): "
+                    f"expected at least {item.offset + item.length} bytes, got {stored.size} bytes"
+                )
             if item.offset < end:
-                yield (f"items overlap in a file (file {file!r}, keys {before!r} and {item.key!r}): "
-                       f"expected an offset of at least {end}, got {item.offset}")
+                yield (
+                    f"items overlap in a file (file {file!r}, keys {before!r} and {item.key!r}): "
+                    f"expected an offset of at least {end}, got {item.offset}"
+                )
             end, before = max(end, item.offset + item.length), item.key
 
 
 def _one_item(catalog: Catalog, item: Item) -> Iterator[str]:
     if item.payload_offset >= 0 and not (
-        item.offset <= item.payload_offset and item.payload_offset + item.num_bytes <= item.offset + item.length
+        item.offset <= item.payload_offset
+        and item.payload_offset + item.num_bytes <= item.offset + item.length
     ):
-        yield f"an item's payload lies outside it (file {item.file!r}, key {item.key!r}, offset {item.payload_offset})"
+        yield (
+            f"an item's payload lies outside it (file {item.file!r}, key {item.key!r}, "
+            f"offset {item.payload_offset})"
+        )
     if item.kind != "tensor":
         return
     info = catalog.tensors.get(item.key)
@@ -114,7 +131,10 @@ def _one_item(catalog: Catalog, item: Item) -> Iterator[str]:
         yield f"an item belongs to no tensor (file {item.file!r}, key {item.key!r})"
         return
     if item.dtype != info.dtype:
-        yield f"an item's dtype differs from its tensor's (key {item.key!r}): expected {info.dtype}, got {item.dtype}"
+        yield (
+            f"an item's dtype differs from its tensor's (key {item.key!r}): "
+            f"expected {info.dtype}, got {item.dtype}"
+        )
         return
     try:
         expected = item.box.numel * dtype_named(item.dtype).itemsize
@@ -122,30 +142,49 @@ def _one_item(catalog: Catalog, item: Item) -> Iterator[str]:
         yield f"{e} (key {item.key!r})"
         return
     if item.num_bytes != expected:
-        yield f"an item has the wrong size (file {item.file!r}, key {item.key!r}): expected {expected}, got {item.num_bytes}"
+        yield (
+            f"an item has the wrong size (file {item.file!r}, key {item.key!r}): "
+            f"expected {expected}, got {item.num_bytes}"
+        )
 
 
 def _box_problems(catalog: Catalog) -> Iterator[str]:
-    """The boxes of each tensor cover it, exactly: they lie inside, none overlap, and their elements add up."""
+    """The boxes of each tensor cover it, exactly: they lie inside, none overlap, and their elements add
+    up."""
     for key, info in catalog.tensors.items():
         boxes = [item.box for item in catalog.items.get(key, [])]
         if any(len(b.shape) != len(info.shape) or len(b.offset) != len(info.shape) for b in boxes):
-            yield f"a box has another number of dimensions than its tensor (key {key!r}): expected {len(info.shape)}"
+            yield (
+                f"a box has another number of dimensions than its tensor (key {key!r}): "
+                f"expected {len(info.shape)}"
+            )
             continue
-        outside = [b for b in boxes if any(o < 0 or o + n > m for o, n, m in zip(b.offset, b.shape, info.shape, strict=True))]
+        outside = [
+            b
+            for b in boxes
+            if any(o < 0 or o + n > m for o, n, m in zip(b.offset, b.shape, info.shape, strict=True))
+        ]
         if outside:
-            yield f"a box reaches outside its tensor (key {key!r}): expected inside {list(info.shape)}, got {show(outside[0])}"
+            yield (
+                f"a box reaches outside its tensor (key {key!r}): "
+                f"expected inside {list(info.shape)}, got {show(outside[0])}"
+            )
             continue
         pair = overlap(boxes)
         if pair is not None:
-            yield f"boxes overlap (key {key!r}): expected disjoint ones, got {show(boxes[pair[0]])} and {show(boxes[pair[1]])}"
+            yield (
+                f"boxes overlap (key {key!r}): expected disjoint ones, "
+                f"got {show(boxes[pair[0]])} and {show(boxes[pair[1]])}"
+            )
             continue
         target = whole(info.shape)
         covered = sum(b.numel for b in boxes)
         if covered != target.numel:
             gap = first_gap(target, [b for b in boxes if b.numel])
-            yield (f"boxes leave a gap (key {key!r}, missing {show(gap)}): "
-                   f"expected {target.numel} elements, got {covered}")
+            yield (
+                f"boxes leave a gap (key {key!r}, missing {show(gap)}): "
+                f"expected {target.numel} elements, got {covered}"
+            )
 
 
 def _chunk_problems(storage: Storage, catalog: Catalog, sizes: dict[str, int], config: Config) -> list[str]:
@@ -158,8 +197,10 @@ def _chunk_problems(storage: Storage, catalog: Catalog, sizes: dict[str, int], c
     for file, stored in catalog.files.items():
         num_chunks = -(-stored.size // catalog.chunk_bytes)
         if len(stored.checksums) != num_chunks * DIGEST_BYTES:
-            problems.append(f"a file has the wrong number of checksums (file {file!r}): expected {num_chunks}, "
-                            f"got {len(stored.checksums) / DIGEST_BYTES:g}")
+            problems.append(
+                f"a file has the wrong number of checksums (file {file!r}): expected {num_chunks}, "
+                f"got {len(stored.checksums) / DIGEST_BYTES:g}"
+            )
         elif sizes.get(file) == stored.size:  # other sizes are reported already
             work += [(file, at, min(at + step, stored.size)) for at in range(0, stored.size, step)]
     checker, unchecked, local = Checker(catalog), Checker(catalog, on=False), threading.local()
@@ -174,7 +215,9 @@ def _chunk_problems(storage: Storage, catalog: Catalog, sizes: dict[str, int], c
             read_checked(reader, unchecked, file, catalog.url, start, view)
         finally:
             reader.close()
-        for at in range(0, len(view), catalog.chunk_bytes):  # each chunk by itself, so that every bad one is named
+        for at in range(
+            0, len(view), catalog.chunk_bytes
+        ):  # each chunk by itself, so that every bad one is named
             try:
                 checker.check(file, start + at, view[at : at + catalog.chunk_bytes])
             except Corrupt as e:
@@ -196,7 +239,7 @@ def _archives(storage: Storage, catalog: Catalog) -> Iterator[str]:
                 continue
             reader = storage.open(item.file)
             try:
-                foreign.payload_offset(item, foreign.cached_reads(item, reader))
+                archive.payload_offset(item, archive.cached_reads(item, reader))
             except Corrupt as e:
                 yield str(e)
             finally:

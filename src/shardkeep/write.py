@@ -1,8 +1,8 @@
 """File layouts + shards -> files, checksummed on the way. N threads, one file each at a time.
 
-Heads, payloads and tails go to the storage as they lie in memory (`pwritev`), so Python copies nothing. A file's bytes are
-hashed in fixed chunks just before they are written, while they are in the CPU's cache. The first error stops all threads;
-files that were begun are removed.
+Heads, payloads and tails go to the storage as they lie in memory (`pwritev`), so Python copies nothing. A
+file's bytes are hashed in fixed chunks just before they are written, while they are in the CPU's cache. The
+first error stops all threads; files that were begun are removed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Stopped(Exception):
 
 
 def write_files(job: Job) -> dict[str, StoredFile]:
-    """Write every file of the job; name -> size and checksums. Raises the first error after all threads have stopped."""
+    """Write every file of the job; name -> size and checksums. Raises the first error after all threads have
+    stopped.
+    """
     if not job.files:
         return {}
     with ThreadPoolExecutor(min(job.config.num_threads, len(job.files)), "shardkeep-write") as pool:
@@ -68,8 +70,15 @@ def result(files: Sequence[FileLayout], stored: dict[str, StoredFile], frozen: F
 
 def _item(file: str, piece: Piece, header: ShardHeader) -> Item:
     return Item(
-        key=header.key, kind=header.kind, dtype=header.dtype, box=piece.box, file=file, offset=piece.offset, length=piece.length,
-        payload_offset=piece.offset + len(piece.head), num_bytes=piece.num_bytes,
+        key=header.key,
+        kind=header.kind,
+        dtype=header.dtype,
+        box=piece.box,
+        file=file,
+        offset=piece.offset,
+        length=piece.length,
+        payload_offset=piece.offset + len(piece.head),
+        num_bytes=piece.num_bytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,6 +15,12 @@ from shardkeep.demo.config import DemoConfig, WrongOption
 
 WRONG_USE = 2
 INTERRUPTED = 130
+QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the demo kills one, and says so itself
+}
+"""Ray reads these when it is imported."""
 
 app = App(
     name="shardkeep",
@@ -37,6 +44,8 @@ def demo(config: Annotated[DemoConfig | None, Parameter(name="*")] = None) -> in
     missing = [name for name in ("megatron", "ray", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise Unusable(f"the demo needs {', '.join(missing)}: pip install 'shardkeep[demo]'")
+    for name, value in QUIET_RAY.items():
+        os.environ.setdefault(name, value)
     from shardkeep.demo.main import run as run_demo
 
     return run_demo(config or DemoConfig())

@@ -24,14 +24,9 @@ class PolicyGroup:
         self.actors, self.pids = actors, pids
 
     @classmethod
-    async def start(cls, events_path: Path, num_gpus: int) -> PolicyGroup:
+    async def start(cls, events_path: Path, gpus_per_actor: int) -> PolicyGroup:
         """Start the actors and form their process group; on GPUs, if there is one for each."""
-        worker = ray.remote(MegatronPolicyWorker).options(
-            num_cpus=0.5,
-            num_gpus=num_gpus,
-            # Two ranks cannot share one GPU through NCCL: with fewer, none is used.
-            runtime_env={"env_vars": {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}},
-        )
+        worker = ray.remote(MegatronPolicyWorker).options(num_cpus=0.5, num_gpus=gpus_per_actor)
         actors = [worker.remote(rank, events_path) for rank in range(WORLD_SIZE)]
         places = await asyncio.gather(*(actor.whereabouts.remote() for actor in actors))
         group = cls(actors, [place["pid"] for place in places])

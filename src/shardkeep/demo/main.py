@@ -28,21 +28,22 @@ def run(config: DemoConfig) -> int:
     """Run the demo; 0 if every check held, 1 if not."""
     root = config.fresh_root()
     events = EventLog(root / "events.jsonl")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with report.Display(config) as display:
+    gpus_per_actor = _gpus_per_actor()
+    with report.Display(config, root) as display:
         ray.init(
             address="local",
+            num_cpus=WORLD_SIZE + 1,
+            num_gpus=gpus_per_actor * WORLD_SIZE,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
             object_store_memory=OBJECT_STORE_BYTES,
         )
         try:
-            task = play.remote(config, root)
-            position = 0
-            finished: list[ray.ObjectRef] = []
+            task = play.remote(config, root, gpus_per_actor)
+            position, finished = 0, False
             while not finished:
-                finished, _ = ray.wait([task], timeout=0.2)
+                finished = bool(ray.wait([task], timeout=0.2)[0])
                 new, position = events.new_events(position)
                 for event in new:
                     display.show(event)
@@ -54,13 +55,20 @@ def run(config: DemoConfig) -> int:
 
 
 @ray.remote(num_cpus=0)
-def play(config: DemoConfig, root: Path) -> bool:
-    """The Ray task that drives the job, on an asyncio loop: uvloop where it is installed."""
-    num_gpus = 1 if torch.cuda.is_available() and torch.cuda.device_count() >= WORLD_SIZE else 0
-    scenario = Scenario(config, root, num_gpus)
+def play(config: DemoConfig, root: Path, gpus_per_actor: int) -> bool:
+    """The Ray task that drives the job, on an asyncio loop: uvloop's where it is installed."""
+    scenario = Scenario(config, root, gpus_per_actor)
     log_library_to(scenario.events, source="trainer")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(scenario.play())
+
+
+def _gpus_per_actor() -> int:
+    """1 if there is a GPU for every rank, as two cannot share one through NCCL; else 0: none is used."""
+    if torch.cuda.device_count() >= WORLD_SIZE:
+        return 1
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return 0
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -21,20 +21,25 @@ def plot(events: list[Event], path: Path) -> Path:
     """Draw the events into a PNG at `path`."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    rewards: dict[int, float] = {}
+    rewards = {(e["run"], e["step"]): e["reward"] for e in events if e["kind"] == "step"}
     for run, style in STYLES.items():
-        points = [(e["step"], e["reward"]) for e in events if e["kind"] == "step" and e["run"] == run]
+        points = [(step, reward) for (of, step), reward in rewards.items() if of == run]
         if points:
             axes.plot(*zip(*points, strict=True), **style)
-        rewards |= {step: reward for step, reward in points if run != "same layout"}
-    saves = [e["step"] for e in events if e["kind"] == "saved"]
-    axes.plot(saves, [rewards[s] for s in saves], "k^", markersize=7, label="step committed")
+    saves = [(e["run"], e["step"]) for e in events if e["kind"] == "saved"]
+    axes.plot(
+        [step for _, step in saves],
+        [rewards[save] for save in saves],
+        "k^",
+        markersize=7,
+        label="step committed",
+    )
     for event in events:
         if event["kind"] == "killed":
             axes.axvline(event["step"], color="tab:red", linestyle="--", linewidth=1)
             axes.plot(
                 event["step"],
-                rewards[event["step"]],
+                rewards[event["run"], event["step"]],
                 "X",
                 color="tab:red",
                 markersize=11,

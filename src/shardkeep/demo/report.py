@@ -22,8 +22,8 @@ LINE_EVERY = 10
 class Display:
     """Shows events as they come: bars on a terminal, plain lines elsewhere."""
 
-    def __init__(self, config: DemoConfig) -> None:
-        self.config = config
+    def __init__(self, config: DemoConfig, root: Path) -> None:
+        self.config, self.checkpoints = config, root / "checkpoints"
         self.console = Console(highlight=False, soft_wrap=True)
         self.started_s = time.monotonic()
         self.bars = Progress(
@@ -93,8 +93,9 @@ class Display:
         self._say(_check_line(event), style="green" if event["held"] else "bold red")
 
     def _on_log(self, event: Event) -> None:
-        if not event["source"].startswith("policy rank 1"):
-            self._say(f"  {event['source']}: {event['text']}", style="dim")
+        """Show shardkeep's line per phase as one rank sees it; the record has those of all."""
+        if event["source"] == "policy rank 0":
+            self._say(f"  rank 0: {event['text'].replace(f'{self.checkpoints}/', '')}", style="dim")
 
     def _say(self, text: str, style: str | None = None) -> None:
         elapsed_s = time.monotonic() - self.started_s

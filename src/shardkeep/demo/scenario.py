@@ -32,8 +32,8 @@ OTHER_SEED = 1000
 class Scenario:
     """Plays the four phases; `checks` collects what held and what did not."""
 
-    def __init__(self, config: DemoConfig, root: Path, num_gpus: int) -> None:
-        self.config, self.root, self.num_gpus = config, root, num_gpus
+    def __init__(self, config: DemoConfig, root: Path, gpus_per_actor: int) -> None:
+        self.config, self.root, self.gpus_per_actor = config, root, gpus_per_actor
         self.recipe = GrpoConfig()
         self.events = EventLog(root / "events.jsonl")
         self.checks: list[bool] = []
@@ -154,7 +154,7 @@ class Scenario:
 
     async def _start(self) -> PolicyGroup:
         self.events.emit("starting")
-        return await PolicyGroup.start(self.events.path, self.num_gpus)
+        return await PolicyGroup.start(self.events.path, self.gpus_per_actor)
 
     async def _trainer(
         self,

@@ -108,7 +108,7 @@ class GrpoTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The trainer's own state: plain values."""
-        return {"step": self.step, "rewards": self.rewards, "dataloader": self.loader.state_dict()}
+        return {"step": self.step, "rewards": list(self.rewards), "dataloader": self.loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""

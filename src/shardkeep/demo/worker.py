@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from pathlib import Path
@@ -52,6 +53,8 @@ class MegatronPolicyWorker(CheckpointActor):
         from shardkeep.demo.strategy import MegatronStrategy
 
         self.strategy = MegatronStrategy(recipe, layout, seed)
+        gc.collect()
+        gc.freeze()  # Megatron collects garbage for every checkpoint: spare it the modules loaded so far
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What `Dispatch.save` saves of this rank, and what `Dispatch.restore` loads into."""

@@ -1,7 +1,8 @@
 """`save` and `load` with the signatures and meaning of `megatron.core.dist_checkpointing` 0.16.0.
 
-Strategies are accepted and only checked for their backend: who writes what is planned by shardkeep, which balances over all
-replicas as `FullyParallelSaveStrategyWrapper` does. Errors are shardkeep's and Megatron's `CheckpointingException` at once.
+Strategies are accepted and only checked for their backend: who writes what is planned by shardkeep, which
+balances over all replicas as `FullyParallelSaveStrategyWrapper` does. Errors are shardkeep's and Megatron's
+`CheckpointingException` at once.
 """
 
 from __future__ import annotations
@@ -38,19 +39,28 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> Any:
-    """See `megatron.core.dist_checkpointing.save`. An existing checkpoint is replaced in one step, as trainers save a step again
-    after a crash. With `async_sharded_save` the state is copied before this returns, and the AsyncRequest writes the copy."""
+    """See `megatron.core.dist_checkpointing.save`. An existing checkpoint is replaced in one step, as
+    trainers save a step again after a crash. With `async_sharded_save` the state is copied before this
+    returns, and the AsyncRequest writes the copy.
+    """
     _check_strategies(sharded_strategy, common_strategy)
     state = dict(sharded_state_dict)
     if content_metadata is not None:
         state[CONTENT_METADATA] = _without_groups(content_metadata)
-    target = Target(storage=storage_for(checkpoint_dir), overwrite=True, lenient=True, check_cover=validate_access_integrity)
+    target = Target(
+        storage=storage_for(checkpoint_dir),
+        overwrite=True,
+        lenient=True,
+        check_cover=validate_access_integrity,
+    )
 
     def take_apart(_: Mapping[str, Any]) -> Any:
         return capture_megatron(state, before_comparing=preprocess_common_before_consistancy_check)
 
     with as_megatron_errors():
-        begun = checkpointer.begin(state, target, resolve(None), snapshot=async_sharded_save, take_apart=take_apart)
+        begun = checkpointer.begin(
+            state, target, resolve(None), snapshot=async_sharded_save, take_apart=take_apart
+        )
         if not async_sharded_save:
             checkpointer.finish(begun)
             return None
@@ -65,19 +75,26 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = "assume_ok_unexpected",
 ) -> Any:
-    """See `megatron.core.dist_checkpointing.load`. `strict` takes Megatron's StrictHandling or its value; where it asks for
-    the differing keys, returns (state dict, missing keys, unexpected keys) in Megatron's sense of these words."""
+    """See `megatron.core.dist_checkpointing.load`. `strict` takes Megatron's StrictHandling or its value;
+    where it asks for the differing keys, returns (state dict, missing keys, unexpected keys) in Megatron's
+    sense of these words.
+    """
     _check_strategies(sharded_strategy, common_strategy)
     with as_megatron_errors():
         rule = Strictness.of(strict)
         template, _, (missing, unexpected) = checkpointer.load_from(
-            storage_for(checkpoint_dir), resolve(None), lambda: MegatronTemplate(sharded_state_dict), rule.judge
+            storage_for(checkpoint_dir),
+            resolve(None),
+            lambda: MegatronTemplate(sharded_state_dict),
+            rule.judge,
         )
     return (template.loaded, missing, unexpected) if rule.returns_keys else template.loaded
 
 
 class PendingSave:
-    """A captured save as Megatron's AsyncRequest: written by whoever runs its function, judged by its finalize function."""
+    """A captured save as Megatron's AsyncRequest: written by whoever runs its function, judged by its
+    finalize function.
+    """
 
     def __init__(self, begun: checkpointer.Begun) -> None:
         self._begun = begun
@@ -90,7 +107,9 @@ class PendingSave:
         return AsyncRequest(self.write, (), [self.finalize])
 
     def write(self) -> None:
-        """Write and commit; an error is kept for `finalize`, which Megatron calls on every rank at the same point."""
+        """Write and commit; an error is kept for `finalize`, which Megatron calls on every rank at the same
+        point.
+        """
         try:
             self.report = checkpointer.finish(self._begun)
         except Exception as e:
@@ -120,7 +139,9 @@ def _both(kind: type[ShardkeepError], what: str, fields: dict[str, Any]) -> Shar
     def reduce(self: ShardkeepError) -> Any:
         return _both, (kind, self.what, self.fields)
 
-    both = type(kind.__name__, (kind, CheckpointingException), {"__reduce__": reduce, "__module__": kind.__module__})
+    both = type(
+        kind.__name__, (kind, CheckpointingException), {"__reduce__": reduce, "__module__": kind.__module__}
+    )
     error: ShardkeepError = both(what, **fields)
     return error
 
@@ -129,7 +150,9 @@ def _check_strategies(sharded: Any, common: Any) -> None:
     for strategy, known in ((sharded, "torch_dist"), (common, "torch")):
         backend = strategy[0] if isinstance(strategy, tuple) else getattr(strategy, "backend", known)
         if backend != known:
-            raise CheckpointingException(f"shardkeep stores the backend '{known}', but the strategy asks for '{backend}'")
+            raise CheckpointingException(
+                f"shardkeep stores the backend '{known}', but the strategy asks for '{backend}'"
+            )
 
 
 def _without_groups(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""`install()`: put shardkeep under the names that frameworks already call, and take it back with `uninstall()`.
+"""`install()`: put shardkeep under the names that frameworks already call, and take it back with
+`uninstall()`.
 
-Replaced: `save` and `load` of `megatron.core.dist_checkpointing`, wherever a loaded module refers to them (frameworks also import the
-functions by name), and `AsyncCallsQueue._get_async_caller`, so that asynchronous saves run in a thread of this process.
+Replaced: `save` and `load` of `megatron.core.dist_checkpointing`, wherever a loaded module refers to them
+(frameworks also import the functions by name), and `AsyncCallsQueue._get_async_caller`, so that asynchronous
+saves run in a thread of this process.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def install() -> None:
         _replace_everywhere(getattr(dist_checkpointing, name), ours)
     if not hasattr(async_utils.AsyncCallsQueue, "_get_async_caller"):
         uninstall()
-        raise RuntimeError("this megatron-core has no AsyncCallsQueue._get_async_caller; asynchronous saves cannot be redirected")
+        raise RuntimeError(
+            "this megatron-core has no AsyncCallsQueue._get_async_caller to redirect asynchronous saves by"
+        )
     caller = _thread_caller(async_utils.AsyncCaller)
     _replace(async_utils.AsyncCallsQueue, "_get_async_caller", lambda queue: caller())
     log.info("shardkeep is installed under megatron.core.dist_checkpointing")
@@ -59,16 +63,20 @@ def _replace(owner: Any, name: str, ours: Any) -> None:
 def _thread_caller(base: type) -> type:
     """An AsyncCaller that runs a request in shardkeep's background thread."""
 
-    class ThreadCaller(base):  # type: ignore[misc]
+    class ThreadCaller(base):
         def __init__(self) -> None:
             self._handle: SaveHandle[Any] | None = None
 
         def schedule_async_call(self, async_req: Any) -> None:
             args = list(async_req.async_fn_args)
-            if async_req.preload_fn:  # a request that is not ours: its tensors are copied now, as every caller does it
+            if (
+                async_req.preload_fn
+            ):  # a request that is not ours: its tensors are copied now, as every caller does it
                 args[1] = async_req.preload_fn()
             if async_req.async_fn is not None:
-                self._handle = background.submit(lambda: async_req.async_fn(*args, **async_req.async_fn_kwargs))
+                self._handle = background.submit(
+                    lambda: async_req.async_fn(*args, **async_req.async_fn_kwargs)
+                )
 
         def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
             running = self._handle is not None and not self._handle.done()

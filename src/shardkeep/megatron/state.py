@@ -1,8 +1,8 @@
 """Megatron sharded state dicts <-> shards. Relies on `megatron.core.dist_checkpointing.mapping` alone.
 
-Apart: factories are built, LocalNonpersistentObjects left out, ShardedTensors and ShardedObjects become shards, the rest is
-the common state. Together: the reverse, as `dist_checkpointing.load` returns it. The caller's containers are never changed on the
-way apart.
+Apart: factories are built, LocalNonpersistentObjects left out, ShardedTensors and ShardedObjects become
+shards, the rest is the common state. Together: the reverse, as `dist_checkpointing.load` returns it. The
+caller's containers are never changed on the way apart.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def take_apart(state: Mapping[Any, Any]) -> Apart:
 
 
 def _visit(apart: Apart, node: Any, path: Path) -> Any:
-    """Record the leaves below `node`; returns its common part, or _NOTHING. Containers that were empty stay."""
+    """Record the leaves below `node`; returns its common part, or _NOTHING. Containers that were empty
+    stay.
+    """
     if isinstance(node, dict):
         kept = {k: c for k, v in node.items() if (c := _visit(apart, v, (*path, k))) is not _NOTHING}
         return kept if kept or not node else _NOTHING
@@ -76,8 +78,12 @@ def _leaf(apart: Apart, node: Any, path: Path) -> Any:
     return _NOTHING
 
 
-def capture_megatron(state: Mapping[str, Any], *, before_comparing: Callable[[Any], Any] | None = None) -> Captured:
-    """Shards and common values of a sharded state dict. `before_comparing` drops common values that may differ by rank."""
+def capture_megatron(
+    state: Mapping[str, Any], *, before_comparing: Callable[[Any], Any] | None = None
+) -> Captured:
+    """Shards and common values of a sharded state dict. `before_comparing` drops common values that may
+    differ by rank.
+    """
     apart = take_apart(state)
     shards: list[Shard] = [s for _, sharded in apart.tensors if (s := _tensor_shard(sharded))]
     shards += [object_shard(o.unique_key, [o.data], is_main_replica(o.replica_id)) for _, o in apart.objects]
@@ -89,8 +95,11 @@ def capture_megatron(state: Mapping[str, Any], *, before_comparing: Callable[[An
 def box_of(sharded: ShardedTensor) -> Box:
     """The box of a ShardedTensor in its global tensor, prepended axes included with size 1."""
     if getattr(sharded, "flattened_range", None) is not None:
-        raise InvalidState("flattened_range is not supported", key=sharded.key,
-                           remedy="Save the optimizer in the fully_reshardable or fully_sharded_model_space format.")
+        raise InvalidState(
+            "flattened_range is not supported",
+            key=sharded.key,
+            remedy="Save the optimizer in the fully_reshardable or fully_sharded_model_space format.",
+        )
     shape = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
     return Box(offset=tuple(sharded.global_offset), shape=shape)
 
@@ -107,7 +116,9 @@ def _tensor_shard(sharded: ShardedTensor) -> Shard | None:
 class MegatronTemplate:
     """A sharded state dict as what to load; see `shardkeep.restore.Template`.
 
-    ShardedTensors without data get an empty CPU tensor. `loaded` is what `dist_checkpointing.load` would return."""
+    ShardedTensors without data get an empty CPU tensor. `loaded` is what `dist_checkpointing.load` would
+    return.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
@@ -120,15 +131,25 @@ class MegatronTemplate:
         self.loaded: dict[Any, Any] = {}
 
     def _target(self, sharded: ShardedTensor) -> ReadTarget:
-        """Megatron converts between dtypes on load, and fills what a tensor of another shape has in common with zeros around."""
+        """Megatron converts between dtypes on load, and fills what a tensor of another shape has in common
+        with zeros around.
+        """
         tensor, box = sharded.data.detach(), box_of(sharded)
         if sharded.allow_shape_mismatch:
             tensor.zero_()
-        return ReadTarget(key=sharded.key, box=box, shape=tuple(sharded.global_shape), tensor=tensor, cast=True,
-                          clip=sharded.allow_shape_mismatch)
+        return ReadTarget(
+            key=sharded.key,
+            box=box,
+            shape=tuple(sharded.global_shape),
+            tensor=tensor,
+            cast=True,
+            clip=sharded.allow_shape_mismatch,
+        )
 
     def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
-        """Assemble `loaded`, and bring the state itself up to date: objects, factories' tensors, common values."""
+        """Assemble `loaded`, and bring the state itself up to date: objects, factories' tensors, common
+        values.
+        """
         self.loaded = _copied(common)
         for path, value in self._apart.local:
             self._place(path, value)
@@ -147,7 +168,11 @@ class MegatronTemplate:
     def _merge(self, path: Path, factory: ShardedTensorFactory) -> None:
         merged = factory.merge_fn(at(self.loaded, path))
         self._place(path, merged)
-        if isinstance(factory.data, torch.Tensor) and isinstance(merged, torch.Tensor) and factory.data.shape == merged.shape:
+        if (
+            isinstance(factory.data, torch.Tensor)
+            and isinstance(merged, torch.Tensor)
+            and factory.data.shape == merged.shape
+        ):
             factory.data.detach().copy_(merged)
 
     def _place(self, path: Path, value: Any) -> None:

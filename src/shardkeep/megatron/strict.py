@@ -1,4 +1,5 @@
-"""Megatron's strictness of loads, in Megatron's words: *missing* is stored but not asked for, *unexpected* asked for but not stored.
+"""Megatron's strictness of loads, in Megatron's words: *missing* is stored but not asked for, *unexpected*
+asked for but not stored.
 
 Every mode of `megatron.core.dist_checkpointing.validation.StrictHandling` by its value.
 """
@@ -51,11 +52,17 @@ class Strictness:
         unexpected = {_base(k) for k in difference.missing} if self.sees_unexpected else set()
         missing = {_base(k) for k in difference.unexpected} if self.sees_missing else set()
         if self.action == "raise" and unexpected:
-            raise MissingKey(f"the checkpoint lacks {some(unexpected)}", path=path, remedy="Choose another strict mode to go on.")
+            raise MissingKey(
+                f"the checkpoint lacks {some(unexpected)}",
+                path=path,
+                remedy="Choose another strict mode to go on.",
+            )
         if self.action == "raise" and missing:
             raise UnexpectedKey(f"the state does not ask for {some(missing)}", path=path)
         if self.action == "log" and (missing or unexpected):
-            log.warning("%s: not in the checkpoint: %s; not asked for: %s", path, sorted(unexpected), sorted(missing))
+            log.warning(
+                "%s: not in the checkpoint: %s; not asked for: %s", path, sorted(unexpected), sorted(missing)
+            )
         return missing, unexpected
 
 

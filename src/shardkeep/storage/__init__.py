@@ -1,10 +1,8 @@
 """Where bytes live: one protocol, one file per backend, no policy.
 
-A storage is bound to one directory (later: one prefix). Names are `str` relative to it, since `Path` mangles `s3://`. Every
-method may be called from any thread. Nothing here knows what a checkpoint is.
+A storage is bound to one directory (later: one prefix). Names are `str` relative to it, since `Path` mangles
+`s3://`. Every method may be called from any thread. Nothing here knows what a checkpoint is.
 """
-
-from __future__ import annotations
 
 from __future__ import annotations
 
@@ -51,7 +49,9 @@ class Storage(Protocol):
         """An existing file; FileNotFoundError if there is none."""
 
     def put(self, name: str, data: Buffer, *, durable: bool) -> None:
-        """Replace `name` by `data` in one step: readers see the old bytes or the new, whatever happens between."""
+        """Replace `name` by `data` in one step: readers see the old bytes or the new, whatever happens
+        between.
+        """
 
     def get(self, name: str) -> bytes:
         """All bytes of a small file; FileNotFoundError if there is none."""

@@ -1,4 +1,6 @@
-"""Files in a directory of a local or shared POSIX file system, through bare system calls (each releases the GIL)."""
+"""Files in a directory of a local or shared POSIX file system, through bare system calls (each releases the
+GIL).
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ class LocalReader:
         while views:
             got = os.preadv(self._fd, views[:_MAX_PARTS], offset)
             if got == 0:
-                raise EOFError(f"{self._path} ends at {offset}, {sum(map(len, views))} bytes before the end of the range")
+                raise EOFError(
+                    f"{self._path} ends at {offset}, {sum(map(len, views))} bytes before the end of the range"
+                )
             offset += got
             views = _advance(views, got)
 
