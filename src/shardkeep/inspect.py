@@ -122,7 +122,8 @@ class Checkpoint:
 
     def _summary(self) -> str:
         origin = f"shardkeep {self.manifest.versions.get('shardkeep')}" if self.manifest else "another tool"
+        num_tensors, num_files = len(self._catalog.tensors), len(self._catalog.files)
         return (
-            f"{self.dialect} dialect by {origin}, {len(self._catalog.tensors)} tensors, {len(self.objects)} objects, "
-            f"{len(self._catalog.files)} files, {self.num_bytes:,} bytes"
+            f"{self.dialect} dialect by {origin}, {num_tensors} tensors, {len(self.objects)} objects, "
+            f"{num_files} files, {self.num_bytes:,} bytes"
         )
