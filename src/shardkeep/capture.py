@@ -179,10 +179,12 @@ def _canonical(value: Any) -> Iterator[bytes]:
         for key in sorted(value, key=repr):
             yield repr(key).encode()
             yield from _canonical(value[key])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         yield str(len(value)).encode()
         for child in value:
             yield from _canonical(child)
+    elif isinstance(value, (set, frozenset)):  # the order of strings differs from process to process
+        yield "".join(sorted(value_digest(child) for child in value)).encode()
     else:
         yield from _canonical_leaf(value)
 
@@ -190,15 +192,18 @@ def _canonical(value: Any) -> Iterator[bytes]:
 def _canonical_leaf(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        if value.device.type != "meta":
-            yield bytes(host_bytes(value.detach().cpu().contiguous()))
+        if value.device.type != "meta" and value.numel():
+            held = value.detach().cpu().contiguous()  # alive for as long as its bytes are looked at
+            yield bytes(host_bytes(held))
     elif isinstance(value, enum.Enum):
         yield value.name.encode()
+    elif hasattr(value, "tobytes"):  # numpy arrays and scalars; the bytes of objects would be addresses
+        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode()
+        is_plain = not getattr(getattr(value, "dtype", None), "hasobject", False)
+        yield from [value.tobytes()] if is_plain else _canonical(value.tolist())
     elif isinstance(value, bytes):
         yield value
-    elif hasattr(value, "tobytes"):  # numpy arrays and scalars
-        yield f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode() + value.tobytes()
-    elif "object at 0x" not in repr(value):  # an address says nothing of the content
+    elif type(value).__repr__ is not object.__repr__:
         yield repr(value).encode()
     elif hasattr(value, "__dict__"):
         yield from _canonical(vars(value))

@@ -1,0 +1,235 @@
+"""Staging: blocks are the tensor in row-major order; memory is bounded, reused, never too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardkeep import stage
+from shardkeep.config import Config
+from shardkeep.memory import host_bytes, is_direct
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """A view of a counting tensor: permuted, sliced with steps, expanded."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=4))
+    dtype = draw(st.sampled_from([torch.int16, torch.int32, torch.float64]))
+    tensor = torch.arange(int(torch.Size(shape).numel())).to(dtype).view(shape)
+    tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+    for axis in range(tensor.dim()):
+        start, step = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+        tensor = tensor[(slice(None),) * axis + (slice(start, None, step),)]
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor
+
+
+@given(views(), st.integers(8, 200))
+def test_cut_parts_are_the_tensor_in_row_major_order(tensor: torch.Tensor, max_bytes: int) -> None:
+    parts = list(stage.cut(tensor, max_bytes))
+    assert all(0 < p.numel() * p.element_size() <= max_bytes for p in parts)
+    joined = torch.cat([p.reshape(-1) for p in parts]) if parts else tensor.reshape(-1)
+    assert torch.equal(joined, tensor.reshape(-1))
+    assert all(p.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in parts)
+
+
+def test_cut_parts_are_about_as_large_as_they_may() -> None:
+    assert [p.numel() for p in stage.cut(torch.zeros(1000, 7), 4096)] == [1024] * 6 + [856]
+    assert [tuple(p.shape) for p in stage.cut(torch.zeros(7, 10).t(), 4 * 21)] == [
+        (3, 7),
+        (3, 7),
+        (3, 7),
+        (1, 7),
+    ]
+
+
+def slots(num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(50, 30).t(),
+        torch.rand(64, 9)[::3, 1::2],
+        torch.rand(30, dtype=torch.complex64).conj(),
+        torch.rand(30, dtype=torch.complex64).conj().imag,  # a lazily negated view
+        torch.rand(1).expand(500),
+        torch.rand(40, 40).bfloat16().t(),
+        torch.rand(7, 1, 3).permute(2, 1, 0),
+    ],
+    ids=["transposed", "strided", "conjugated", "negated", "expanded", "bfloat16", "permuted"],
+)
+def test_blocks_are_the_bytes_and_stay_until_the_next_is_asked_for(tensor: torch.Tensor) -> None:
+    assert not is_direct(tensor)
+    flat = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    expected = bytes(host_bytes(flat))
+    stager, got = stage.Stager(slots(256), None), b""
+    for block in stager.blocks(tensor):
+        start = bytes(block)
+        time.sleep(0.001)
+        assert bytes(block) == start
+        got += bytes(block)
+    assert got == expected
+
+
+def test_a_block_survives_the_filling_of_the_next() -> None:
+    """The consumer holds block n while n + 1 is being filled: they must lie in different slots."""
+    pair = slots(64)
+    tensor = torch.arange(64, dtype=torch.int32).view(8, 8).t()
+    stager = stage.Stager(pair, None)
+    addresses = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in stager.blocks(tensor)]
+    assert len(addresses) == 4
+    assert all(a != b for a, b in pairwise(addresses))
+    assert set(addresses) == {pair[0].data_ptr(), pair[1].data_ptr()}
+
+
+def test_bytes_of_a_tensor_are_its_own_memory() -> None:
+    tensor = torch.zeros(4, dtype=torch.int16)
+    view = host_bytes(tensor)
+    view[2] = 7
+    assert tensor.tolist() == [0, 7, 0, 0]
+    tensor.untyped_storage().resize_(0)  # `numpy()` would have made this impossible
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes of all buffers that staging has asked for; freed ones as negative numbers."""
+    made: list[int] = []
+    allocate, free = stage.allocate, stage.free
+
+    def counted_allocate(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return allocate(num_bytes)
+
+    def counted_free(buffer: torch.Tensor) -> None:
+        made.append(-buffer.numel())
+        free(buffer)
+
+    monkeypatch.setattr(stage, "allocate", counted_allocate)
+    monkeypatch.setattr(stage, "free", counted_free)
+    yield made
+
+
+def test_a_ring_never_holds_more_than_its_pairs(allocations: list[int]) -> None:
+    ring, lock = stage.Ring(3, 1024), threading.Lock()
+    in_use: set[int] = set()
+    most = 0
+
+    def use() -> None:
+        nonlocal most
+        for _ in range(20):
+            with ring.pair() as (a, b):
+                with lock:
+                    assert not in_use & {a.data_ptr(), b.data_ptr()}  # nobody else writes from these slots
+                    in_use.update((a.data_ptr(), b.data_ptr()))
+                    most = max(most, len(in_use))
+                time.sleep(0.0002)
+                with lock:
+                    in_use.difference_update((a.data_ptr(), b.data_ptr()))
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 6
+    assert allocations == [1024] * 6
+
+
+def test_a_pair_comes_back_after_an_error() -> None:
+    ring = stage.Ring(1, 64)
+    with pytest.raises(ZeroDivisionError), ring.pair():
+        raise ZeroDivisionError
+    with ring.pair() as slots:
+        assert len(slots) == 2
+
+
+def test_a_ring_survives_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = stage.Ring(1, 64)
+
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise MemoryError(num_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "allocate", refuse)
+        with pytest.raises(MemoryError), ring.pair():
+            pass
+    taken = threading.Event()
+
+    def take() -> None:
+        with ring.pair():
+            taken.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert taken.wait(10), "the pair whose allocation failed is lost, so the next save waits for ever"
+
+
+def test_the_ring_is_the_process_s_own_and_within_the_budget() -> None:
+    config = Config(staging_bytes=1 << 20, io_threads=2)
+    assert stage.ring(config) is stage.ring(Config(staging_bytes=1 << 20, io_threads=2))
+    assert 2 * config.num_threads * config.slot_bytes <= config.staging_bytes
+
+
+def test_snapshots_one_after_the_other_use_one_segment(allocations: list[int]) -> None:
+    arena = stage.Arena()
+    addresses = set()
+    for _ in range(50):
+        segment = arena.take(10_000)
+        addresses.add(segment.buffer.data_ptr())
+        arena.give_back(segment)
+    assert allocations == [10_000]
+    assert len(addresses) == 1
+
+
+def test_snapshots_in_flight_have_a_segment_each(allocations: list[int]) -> None:
+    arena = stage.Arena()
+    for _ in range(10):
+        first, second = arena.take(5000), arena.take(5000)
+        assert first.buffer.data_ptr() != second.buffer.data_ptr()
+        arena.give_back(first)
+        arena.give_back(second)
+    assert allocations == [5000, 5000]
+
+
+def test_a_grown_snapshot_replaces_the_small_segment(allocations: list[int]) -> None:
+    arena = stage.Arena()
+    arena.give_back(arena.take(1000))
+    arena.give_back(arena.take(3000))
+    arena.give_back(arena.take(2000))  # fits
+    assert allocations == [1000, -1000, 3000]
+
+
+def test_components_of_different_sizes_find_their_segments_again(allocations: list[int]) -> None:
+    """A step saves a small and a large component, both in flight; its second time allocates nothing."""
+    arena = stage.Arena()
+    for _ in range(5):
+        small, large = arena.take(1000), arena.take(8000)
+        arena.give_back(large)
+        arena.give_back(small)
+    assert allocations == [1000, 8000]
+
+
+def test_copies_in_a_segment_are_bit_equal_and_apart() -> None:
+    tensors = [
+        torch.rand(3, 5).t(),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.zeros(0, 4),
+        torch.rand(700).half(),
+    ]
+    tensors += [torch.rand(3, dtype=torch.complex128).conj(), torch.tensor([True, False])]
+    segment = stage.Arena().take(sum(map(stage.padded_bytes, tensors)))
+    copies = [segment.copy(t) for t in tensors]
+    for tensor, twin in zip(tensors, copies, strict=True):
+        assert torch.equal(twin, tensor) and twin.is_contiguous()
+        assert twin.dtype == tensor.dtype and not twin.is_conj()
+    assert segment.used_bytes == sum(map(stage.padded_bytes, tensors)) <= segment.buffer.numel()
