@@ -190,6 +190,7 @@ def _canonical(value: Any) -> Iterator[bytes]:
 
 
 def _canonical_leaf(value: Any) -> Iterator[bytes]:
+    kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if value.device.type != "meta" and value.numel():
@@ -203,7 +204,7 @@ def _canonical_leaf(value: Any) -> Iterator[bytes]:
         yield from [value.tobytes()] if is_plain else _canonical(value.tolist())
     elif isinstance(value, bytes):
         yield value
-    elif type(value).__repr__ is not object.__repr__:
+    elif kind.__repr__ is not object.__repr__:
         yield repr(value).encode()
     elif hasattr(value, "__dict__"):
         yield from _canonical(vars(value))
