@@ -96,24 +96,20 @@ def copies(key: str, target: Box, finder: Finder, *, partial: bool = False) -> l
     return found
 
 
-def first_gap(target: Box, parts: Sequence[Box]) -> Box:
-    """A region of `target` that none of `parts` covers; there must be one."""
-    if not parts or not target.shape:
+def first_gap(target: Box, parts: Sequence[Box], dim: int = 0) -> Box:
+    """A region of `target` that none of the disjoint `parts` touches, if their elements do not add up to it."""
+    if not parts or dim == len(target.shape):
         return target
-    for dim in range(len(target.shape)):
-        cuts = sorted(
-            {target.offset[dim], target.offset[dim] + target.shape[dim]}
-            | {p.offset[dim] for p in parts}
-            | {p.offset[dim] + p.shape[dim] for p in parts}
+    low, high = target.offset[dim], target.offset[dim] + target.shape[dim]
+    cuts = {low, high} | {p.offset[dim] for p in parts} | {p.offset[dim] + p.shape[dim] for p in parts}
+    for start, end in pairwise(sorted(c for c in cuts if low <= c <= high)):
+        slab = Box(
+            offset=(*target.offset[:dim], start, *target.offset[dim + 1 :]),
+            shape=(*target.shape[:dim], end - start, *target.shape[dim + 1 :]),
         )
-        for low, high in pairwise(cuts):
-            slab = Box(
-                offset=(*target.offset[:dim], low, *target.offset[dim + 1 :]),
-                shape=(*target.shape[:dim], high - low, *target.shape[dim + 1 :]),
-            )
-            inside = [q for p in parts if (q := slab.intersect(p)) is not None]
-            if sum(q.numel for q in inside) < slab.numel:
-                return first_gap(slab, inside) if slab.shape != target.shape and inside else slab
+        inside = [q for p in parts if (q := slab.intersect(p)) is not None]
+        if sum(q.numel for q in inside) < slab.numel:
+            return first_gap(slab, inside, dim + 1)
     return target
 
 
