@@ -190,6 +190,7 @@ def _write(begun: Begun) -> RankResult:
         payloads=frozen.payloads,
         config=begun.config,
         ready=frozen.ready,
+        device=frozen.device,
         stop=begun.stop,
     )
     try:

@@ -15,6 +15,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -185,7 +186,7 @@ class _Meeting:
     """The ranks of one default process group, with a store of our own between them."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self.group = weakref.ref(group)  # a group that the job has destroyed must be able to go
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._number = 0
@@ -343,7 +344,7 @@ def _meeting() -> _Meeting:
     """
     global _current  # noqa: PLW0603 - one default process group per process, as torch has it
     group = dist.distributed_c10d._get_default_group()
-    if _current is None or _current.group is not group:
+    if _current is None or _current.group() is not group:
         if _current is not None:
             _current.call.close()
         _current = _Meeting(group)

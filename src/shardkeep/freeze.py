@@ -19,7 +19,7 @@ from shardkeep.types import Captured, Dialect, ObjectShard, Path, Shard, ShardHe
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """`shards` is parallel to `headers`, None where this rank does not write. `ready`: event after which
-    device tensors hold their values.
+    device tensors hold their values; `device`: the one that threads are to use.
     """
 
     dialect: Dialect
@@ -29,6 +29,7 @@ class Frozen:
     common: bytes | None
     paths: dict[str, Path]
     ready: torch.cuda.Event | None
+    device: int | None
     segment: stage.Segment | None
 
     def release(self) -> None:
@@ -60,6 +61,7 @@ def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bo
         common=common,
         paths=captured.paths,
         ready=None if snapshot else stage.current_event(),
+        device=stage.current_device(),
         segment=segment,
     )
 
@@ -67,7 +69,11 @@ def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bo
 def _snapshot(shards: dict[int, Shard]) -> tuple[dict[int, Shard], stage.Segment]:
     tensors = {i: s for i, s in shards.items() if isinstance(s, TensorShard)}
     segment = stage.arena.take(sum(stage.padded_bytes(s.tensor) for s in tensors.values()))
-    copies = {i: replace(s, tensor=segment.copy(s.tensor)) for i, s in tensors.items()}
-    if any(s.tensor.device.type == "cuda" for s in tensors.values()):
-        torch.cuda.current_stream().synchronize()
+    try:
+        copies = {i: replace(s, tensor=segment.copy(s.tensor)) for i, s in tensors.items()}
+        if any(s.tensor.device.type == "cuda" for s in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+    except BaseException:
+        stage.arena.give_back(segment)
+        raise
     return shards | copies, segment

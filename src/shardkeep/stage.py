@@ -23,24 +23,29 @@ from shardkeep.memory import host_bytes
 _ALIGN_BYTES = 512
 
 
+def uses_cuda() -> bool:
+    """Whether this process has a CUDA context already; we never make one, least of all on another rank's device."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
 def allocate(num_bytes: int) -> torch.Tensor:
-    """Host memory, page-locked where there is CUDA. Registered by hand: torch's pinned cache rounds to powers
-    of two.
+    """Host memory, page-locked if the process uses CUDA. Registered by hand: torch's pinned cache rounds to
+    powers of two.
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    if torch.cuda.is_available():
+    if uses_cuda():
         torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     return buffer
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
 def free(buffer: torch.Tensor) -> None:
     """Undo the page lock of `allocate`; the memory goes with the last reference."""
-    if torch.cuda.is_available():
+    if uses_cuda() and buffer.is_pinned():
         torch.cuda.check_error(_cudart().cudaHostUnregister(buffer.data_ptr()))
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Ring:
@@ -81,16 +86,17 @@ class Ring:
             raise
 
 
-_rings: dict[tuple[int, int], Ring] = {}
+_rings: dict[tuple[int, int, bool], Ring] = {}
 _rings_lock = threading.Lock()
 
 
 def ring(config: Config) -> Ring:
-    """The process's ring for this configuration."""
+    """The process's ring for this configuration. One from before CUDA was used is not pinned, so it is another."""
+    key = (config.num_threads, config.slot_bytes, uses_cuda())
     with _rings_lock:
-        return _rings.setdefault(
-            (config.num_threads, config.slot_bytes), Ring(config.num_threads, config.slot_bytes)
-        )
+        if key not in _rings:
+            _rings[key] = Ring(config.num_threads, config.slot_bytes)
+        return _rings[key]
 
 
 class Stager:
@@ -122,7 +128,9 @@ class Stager:
             return host_bytes(slot[:num_bytes]), None
         with torch.cuda.stream(self._side_stream(part.device)):
             target.copy_(part, non_blocking=True)
-            return host_bytes(slot[:num_bytes]), torch.cuda.current_stream().record_event()
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record()
+        return host_bytes(slot[:num_bytes]), copied
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
@@ -160,7 +168,18 @@ def current_event() -> torch.cuda.Event | None:
     """An event on the caller's stream: copies on other streams wait for it, so they see the state as it is
     now.
     """
-    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+    return torch.cuda.current_stream().record_event() if uses_cuda() else None
+
+
+def current_device() -> int | None:
+    """The device that the caller's thread uses; threads of ours have to be told."""
+    return torch.cuda.current_device() if uses_cuda() else None
+
+
+def use_device(device: int | None) -> None:
+    """Make a thread use the device of the thread that began the save; its default would be device 0."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ class Job:
     payloads: dict[int, bytes]
     config: Config
     ready: torch.cuda.Event | None
+    device: int | None = None
     stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
 
 
@@ -49,7 +50,8 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     """
     if not job.files:
         return {}
-    with ThreadPoolExecutor(min(job.config.num_threads, len(job.files)), "shardkeep-write") as pool:
+    num_threads = min(job.config.num_threads, len(job.files))
+    with ThreadPoolExecutor(num_threads, "shardkeep-write", stage.use_device, (job.device,)) as pool:
         futures = {f.name: pool.submit(_write_file, job, f) for f in job.files}
         wait(futures.values())
     errors = [e for f in futures.values() if (e := f.exception())]
