@@ -2,14 +2,13 @@
 
 Heads, payloads and tails go to the storage as they lie in memory (`pwritev`), so Python copies nothing. A
 file's bytes are hashed in fixed chunks just before they are written, while they are in the CPU's cache. The
-first error stops all threads; files that were begun are removed.
+first error stops all threads.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -46,21 +45,44 @@ class Stopped(Exception):
 
 def write_files(job: Job) -> dict[str, StoredFile]:
     """Write every file of the job; name -> size and checksums. Raises the first error after all threads have
-    stopped.
+    stopped; what was written by then is the caller's to remove.
     """
-    if not job.files:
-        return {}
-    num_threads = min(job.config.num_threads, len(job.files))
-    with ThreadPoolExecutor(num_threads, "shardkeep-write", stage.use_device, (job.device,)) as pool:
-        futures = {f.name: pool.submit(_write_file, job, f) for f in job.files}
-        wait(futures.values())
-    errors = [e for f in futures.values() if (e := f.exception())]
+    stored: dict[str, StoredFile] = {}
+    errors: list[BaseException] = []
+
+    def write(file: FileLayout) -> None:
+        try:
+            stage.use_device(job.device)
+            stored[file.name] = _write_file(job, file)
+        except BaseException as e:  # the thread's boundary: raised below
+            job.stop.set()
+            errors.append(e)
+
+    _run([threading.Thread(target=write, args=(f,), name="shardkeep-write") for f in job.files], job.stop)
     for error in errors:
         if not isinstance(error, Stopped):
             raise error
     if errors:
         raise Cancelled("the save was cancelled")
-    return {name: future.result() for name, future in futures.items()}
+    return stored
+
+
+def _run(threads: Sequence[threading.Thread], stop: threading.Event) -> None:
+    """Start and join. Plain threads, one a file: a pool of `concurrent.futures` takes no work in a process
+    that has begun to exit, where a save in the background still has to finish.
+    """
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+        for thread in started:
+            thread.join()
+    except BaseException:  # interrupted, or no thread to be had
+        stop.set()
+        for thread in started:
+            thread.join()
+        raise
 
 
 def result(files: Sequence[FileLayout], stored: dict[str, StoredFile], frozen: Frozen) -> RankResult:
@@ -92,26 +114,23 @@ def checksums(data: bytes, config: Config) -> bytes:
 
 
 def _write_file(job: Job, file: FileLayout) -> StoredFile:
+    writer = job.storage.create(file.name)
     try:
-        writer = job.storage.create(file.name)
-        try:
-            sink = _Sink(writer, job.config)
-            with stage.ring(job.config).pair() as slots:
-                stager = stage.Stager(slots, job.ready)
-                for piece in file.pieces:
-                    _write_piece(job, piece, stager, sink)
-                sink.flush()
-        except BaseException:
-            writer.abort()
-            raise
-        writer.close(durable=job.config.durable)
-        return StoredFile(size=sink.size, checksums=sink.checksums())
+        sink = _Sink(writer, job.config)
+        with stage.ring(job.config).pair() as slots:
+            stager = stage.Stager(slots, job.ready)
+            for piece in file.pieces:
+                _write_piece(job, piece, stager, sink)
+            sink.flush()
     except BaseException:
-        job.stop.set()
+        writer.abort()
         raise
+    writer.close(durable=job.config.durable)
+    return StoredFile(size=sink.size, checksums=sink.checksums())
 
 
 def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
+    _check_stop(job)
     sink.add(piece.head)
     shard = job.shards[piece.shard]
     if not isinstance(shard, TensorShard):
