@@ -1,8 +1,8 @@
 """Saves and loads of a GPU's state beside what the hardware and torch DCP do with the same bytes, in one run.
 
-Prints seconds, GB/s and the ratios that the design asks for: the stall of a snapshot against a pinned copy of the
-same bytes, saves and loads against bare `pwrite` and `preadv` with as many threads, and against torch DCP.
-Medians over rounds in which the contestants take turns.
+Prints seconds, GB/s and the ratios that the design asks for: the stall of a snapshot against a pinned copy of
+the same bytes, saves and loads against bare `pwrite` and `preadv` with as many threads, and against torch
+DCP. Medians over rounds in which the contestants take turns.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def bare_read(directory: Path, buffers: list[torch.Tensor], num_threads: int, pa
     in_threads(num_threads, work)
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0915 - a script, read top to bottom
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=8)
     parser.add_argument("--tensors", type=int, default=128)
@@ -109,6 +109,10 @@ def main() -> None:
         seconds["snapshot stall"].append(time.perf_counter() - start)
         handle.wait()
 
+    def dcp_save() -> None:
+        writer = dcp.FileSystemWriter(root / "dcp", thread_count=args.threads)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
     target = {k: torch.zeros_like(t) for k, t in state.items()}
     for number in range(args.rounds):
         timed("pinned copy", lambda: pinned_copy(state, buffers))
@@ -123,8 +127,7 @@ def main() -> None:
         timed("snapshot, committed", lambda: snapshot(root / "async"))
         shutil.rmtree(root / "async")
         if not args.no_dcp:
-            writer = dcp.FileSystemWriter(root / "dcp", thread_count=args.threads)
-            timed("DCP save", lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+            timed("DCP save", dcp_save)
             timed("DCP load", lambda: dcp.load(target, checkpoint_id=root / "dcp", no_dist=True))
             shutil.rmtree(root / "dcp")
     num_bytes = sum(t.nbytes for t in state.values())

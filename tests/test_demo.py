@@ -100,7 +100,7 @@ def test_default_kill_leaves_a_step_to_resume_from() -> None:
         ("--steps many", 'Invalid value for --steps: unable to convert "many" into int.'),
         ("--save-every 0", "--save-every must be at least 1, got 0"),
         ("--kill-at 13", "--kill-at must be a multiple of --save-every from 20 to before --steps, got 13"),
-        ("--kill-at 60", "--kill-at must be a multiple of --save-every from 20 to before --steps, got 60"),
+        ("--kill-at 50", "--kill-at must be a multiple of --save-every from 20 to before --steps, got 50"),
         ("--keep 0", "--keep must be at least 1, got 0"),
         ("--seed -1", "--seed must not be negative, got -1"),
         ("--root .", "--root must be a new or empty directory, got ."),

@@ -27,13 +27,13 @@ from shardkeep.inspect import Checkpoint, inspect
 from shardkeep.run import Run
 from shardkeep.types import LoadReport, SaveReport, StepReport, VerifyReport
 from shardkeep.verify import verify
+from shardkeep.version import __version__
 
 if TYPE_CHECKING:
     from shardkeep import megatron, ray
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "__version__",
     "Checkpoint",
     "Config",
     "LoadReport",

@@ -120,7 +120,7 @@ def begin(
     thread.
     """
     phases = Phases("save", target.storage.url)
-    ranks = open_session(f"save {target.storage.url}", config.deadline_s)
+    ranks = open_session(f"save {target.storage.url}", config.deadline_s, SaveFailed)
     agreement = None
     try:
         with sharing(ranks, SaveFailed):

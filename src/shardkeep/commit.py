@@ -24,6 +24,7 @@ from shardkeep.config import Config
 from shardkeep.errors import AlreadyCommitted
 from shardkeep.storage import Storage
 from shardkeep.types import Dialect, Index, Item, Manifest, RankResult, StoredFile, Target, TensorInfo
+from shardkeep.version import __version__
 from shardkeep.write import checksums
 
 log = logging.getLogger("shardkeep")
@@ -182,7 +183,7 @@ def _totals(items: list[Item], files: dict[str, int]) -> dict[str, int]:
 def versions() -> dict[str, str | None]:
     """Versions that a later reader may want to know; megatron only if the job uses it."""
     megatron = packages.version("megatron-core") if "megatron.core" in sys.modules else None
-    return {"shardkeep": packages.version("shardkeep"), "torch": str(torch.__version__), "megatron": megatron}
+    return {"shardkeep": __version__, "torch": str(torch.__version__), "megatron": megatron}
 
 
 def _megatron_layout() -> dict[str, int]:

@@ -10,6 +10,8 @@ whoever waits in that session sees it within milliseconds.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import queue
 import socket
@@ -29,8 +31,9 @@ from shardkeep.errors import DeadlineExceeded, ShardkeepError, from_wire, to_wir
 
 T = TypeVar("T")
 
+log = logging.getLogger("shardkeep")
+
 _POLL_S = (0.0005, 0.02)  # first and longest pause between looks at the store
-_CONNECT_S = 60.0
 _GRACE_S = 5.0
 _ANSWER_S = 30.0  # a store that does not answer one small call for this long is gone
 
@@ -76,7 +79,7 @@ def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> I
     any rank is raised on every rank: errors of shardkeep as themselves, everything else (and a silent rank)
     as `failure` with rank, host and cause.
     """
-    coordinator = open_session(purpose, deadline_s)
+    coordinator = open_session(purpose, deadline_s, failure)
     with sharing(coordinator, failure):
         yield coordinator
     coordinator.finish()
@@ -90,17 +93,18 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
     except RemoteError as e:
         raise e.error from None
     except Exception as e:
-        own = _as_shared(e, coordinator, failure)
+        own = as_shared(e, coordinator, failure)
         shared = coordinator.fail(own)
         raise shared from (e if shared is own and e is not own else None)
     except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
-        coordinator.fail(_as_shared(e, coordinator, failure))
+        coordinator.fail(as_shared(e, coordinator, failure))
         raise
 
 
-def _as_shared(
+def as_shared(
     error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]
 ) -> ShardkeepError:
+    """An error as all ranks will raise it."""
     where = {} if coordinator.world_size == 1 else {"rank": coordinator.rank, "host": socket.gethostname()}
     if isinstance(error, DeadlineExceeded):
         return failure(error.what, **{**where, **error.fields})
@@ -109,11 +113,16 @@ def _as_shared(
     return failure(f"{type(error).__name__}: {error}", **where)
 
 
-def open_session(purpose: str, deadline_s: float) -> Coordinator:
-    """The next session of this process. Called on the training thread, in the same order on all ranks."""
+def open_session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Coordinator:
+    """The next session of this process. Called on the training thread, in the same order on all ranks.
+    Raises `failure` if rank 0, which hosts the store, does not answer.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return Alone()
-    return _meeting().open_session(purpose, deadline_s)
+    try:
+        return _meeting(deadline_s).open_session(purpose, deadline_s)
+    except DeadlineExceeded as e:
+        raise failure(e.what, **e.fields) from e
 
 
 class Alone:
@@ -153,6 +162,7 @@ class _Caller:
     """Runs store calls on a daemon thread. A call that hangs is abandoned together with its thread."""
 
     def __init__(self) -> None:
+        self.host = "rank 0"  # who runs the store, once that is known
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="shardkeep-store", daemon=True).start()
 
@@ -161,12 +171,17 @@ class _Caller:
         self._calls.put((future, call))
         try:
             return future.result(timeout_s)
+        except DeadlineExceeded:  # the call's own
+            raise
         except TimeoutError:
-            raise DeadlineExceeded(
-                "the store of rank 0 does not answer",
-                waited=f"{timeout_s:.0f} s",
-                remedy="Its process has died or is stopped.",
-            ) from None
+            cause = f"nothing for {timeout_s:.3g} s"
+        except RuntimeError as e:  # torch's: the connection is gone
+            cause = str(e).partition("\n")[0]
+        raise DeadlineExceeded(
+            f"the store of {self.host} does not answer",
+            cause=cause,
+            remedy="That process has died or is stopped; look at its log.",
+        )
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
@@ -185,16 +200,19 @@ class _Caller:
 class _Meeting:
     """The ranks of one default process group, with a store of our own between them."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, deadline_s: float) -> None:
         self.group = weakref.ref(group)  # a group that the job has destroyed must be able to go
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._number = 0
+        self._was_behind = False
         self._lock = threading.Lock()
         self.call = _Caller()
-        self.store = _connect(self.call, self.rank)
-        me = f"{socket.gethostname()}, pid {os.getpid()}"
-        self.call(lambda: self.store.set(f"who/{self.rank}", me), _ANSWER_S)
+        # The thread stays for the sessions that are open, and for `_linger`.
+        weakref.finalize(self, self.call.close).atexit = False
+        self.store = _connect(self.call, self.rank, deadline_s)
+        self.call(lambda: self.store.set(f"who/{self.rank}", _me()), _ANSWER_S)
+        self.last_done: str | None = None  # of rank 0, see `_linger`
 
     def open_session(self, purpose: str, deadline_s: float) -> _Session:
         with self._lock:
@@ -202,16 +220,29 @@ class _Meeting:
                 self._number += 1
                 opened = _Session(self, self._number, purpose, deadline_s)
                 stale = opened.peek_error()
-                # A rank that skipped a call is behind the others. The session it would enter has failed for
-                # want of it; that error belongs to a caller with the same purpose, anyone else moves on to a
-                # live number.
-                if stale is None or stale.get("purpose") == purpose:
+                if stale is None or self._is_mine(stale, purpose):
                     return opened
+
+    def _is_mine(self, stale: dict[str, Any], purpose: str) -> bool:
+        """Whether the error of a session that has failed before this rank came belongs to this rank's call.
+
+        A rank that skipped a call is behind the others, and the session that it would enter has failed for
+        want of it. With another purpose that is plain. With the same, the rank may also be late for this very
+        call: it takes the error once; if the next session was given up for want of it too, it moves on.
+        """
+        if stale["purpose"] != purpose:
+            return False
+        was_behind, self._was_behind = self._was_behind, self.rank in stale["missing"]
+        return not (was_behind and self._was_behind)
 
     def who(self, rank: int) -> str:
         key = f"who/{rank}"
         known = self.call(lambda: self.store.get(key) if self.store.check([key]) else None, _ANSWER_S)
         return f"rank {rank} ({known.decode()})" if known else f"rank {rank} (never connected)"
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 class _Session:
@@ -224,6 +255,7 @@ class _Session:
         self._purpose = purpose
         self._deadline_s = deadline_s
         self._keys: list[str] = []
+        self._missing: list[int] = []  # ranks for which this one has waited in vain
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         self._raise_shared_error()  # before the value is set: a rank that raises here has not been counted
@@ -262,7 +294,9 @@ class _Session:
 
     def fail(self, error: BaseException) -> ShardkeepError:
         own = error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
-        wire = msgspec.json.encode({"purpose": self._purpose, "rank": self.rank, "error": to_wire(own)})
+        wire = msgspec.json.encode(
+            {"purpose": self._purpose, "rank": self.rank, "missing": self._missing, "error": to_wire(own)}
+        )
         try:
             key = self._key("error")
             first = self._call(lambda store: store.compare_set(key, "", wire.decode()))
@@ -274,9 +308,13 @@ class _Session:
     def finish(self) -> None:
         """The last rank to finish removes the keys of all (every rank has used the same names)."""
         done = self._key("done")
-        if self._call(lambda store: store.add(done, 1)) == self.world_size:
-            for key in dict.fromkeys(self._all_ranks_keys()):
-                self._delete(key)
+        self._meeting.last_done = done
+        try:
+            if self._call(lambda store: store.add(done, 1)) == self.world_size:
+                for key in dict.fromkeys(self._all_ranks_keys()):
+                    self._delete(key)
+        except DeadlineExceeded:  # rank 0 has gone, and the keys with it; what the session was for is done
+            log.debug("rank 0 ended before the others had finished")
 
     def peek_error(self) -> dict[str, Any] | None:
         key = self._key("error", remember=False)
@@ -321,16 +359,16 @@ class _Session:
                 return
             self._raise_shared_error()
             if time.monotonic() > end:
+                self._missing = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
                 raise DeadlineExceeded(
-                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(missing)}",
+                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(self._missing)}",
                     purpose=self._purpose,
                     remedy="Look at their logs; Config.deadline_s helps if they are slow, not stuck.",
                 )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
 
-    def _who(self, missing: list[str]) -> str:
-        ranks = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
+    def _who(self, ranks: list[int]) -> str:
         named = [self._meeting.who(r) for r in ranks[:8]]
         return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
@@ -338,20 +376,31 @@ class _Session:
 _current: _Meeting | None = None
 
 
-def _meeting() -> _Meeting:
+def _meeting(deadline_s: float) -> _Meeting:
     """The meeting of the present default process group; made anew when a job has re-initialised
     torch.distributed.
     """
     global _current  # noqa: PLW0603 - one default process group per process, as torch has it
     group = dist.distributed_c10d._get_default_group()
     if _current is None or _current.group() is not group:
-        if _current is not None:
-            _current.call.close()
-        _current = _Meeting(group)
+        _current = _Meeting(group, deadline_s)
     return _current
 
 
-def _connect(caller: _Caller, rank: int) -> Any:
+@atexit.register
+def _linger() -> None:
+    """The store ends with rank 0's process: leave the others a moment to read how the last session ended."""
+    if _current is None or _current.rank != 0 or _current.last_done is None:
+        return
+    done, end = _current.last_done, time.monotonic() + _GRACE_S
+    try:
+        while _current.call(lambda: _current.store.check([done]), _GRACE_S) and time.monotonic() < end:
+            time.sleep(_POLL_S[1])
+    except DeadlineExceeded:
+        pass
+
+
+def _connect(caller: _Caller, rank: int, deadline_s: float) -> Any:
     """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but
     never waited on.
     """
@@ -363,21 +412,25 @@ def _connect(caller: _Caller, rank: int) -> Any:
             "port": server.port,
             "hosts": _own_addresses(),
             "token": os.urandom(8).hex(),
+            "who": _me(),
         }
         server.set("token", record["token"])
         caller(lambda: default.set(key, msgspec.json.encode(record).decode()), _ANSWER_S)
         return server
-    end = time.monotonic() + _CONNECT_S
+    end = time.monotonic() + deadline_s
     while not caller(lambda: default.check([key]), _ANSWER_S):
         if time.monotonic() > end:
             raise DeadlineExceeded(
-                "rank 0 did not open its store",
-                waited=f"{_CONNECT_S:.0f} s",
+                f"rank 0 did not open its store within {deadline_s:g} s",
                 remedy="Every rank has to make the same shardkeep call.",
             )
         time.sleep(0.01)
     record = msgspec.json.decode(caller(lambda: default.get(key), _ANSWER_S))
-    return _first_reachable(_job_hosts(default) + record["hosts"], record["port"], record["token"])
+    caller.host = f"rank 0 ({record['who']})"
+    hosts = _job_hosts(default) + record["hosts"]
+    return caller(
+        lambda: _first_reachable(hosts, record["port"], record["token"]), max(_ANSWER_S, deadline_s)
+    )
 
 
 def _first_reachable(hosts: list[str], port: int, token: str) -> Any:

@@ -121,18 +121,28 @@ def units_of(file: str, size: int, segments: list[Segment], chunk: int, scratch:
 
 
 def _packed(file: str, size: int, pieces: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
+    """Neighbours share a read of whole chunks. A piece of plain bytes that reaches past the scratch is cut
+    there, at a chunk's end, so that no chunk is read twice for it.
+    """
     skip = 0 if chunk > 1 else min(_SKIP_BYTES, scratch)
+    room = scratch // chunk * chunk
     group: list[Segment] = []
     start = end = 0
     for piece in pieces:
-        low, high = piece[0] // chunk * chunk, min(size, -(-piece[1] // chunk) * chunk)
-        if group and low <= end + skip and high - start <= scratch:
-            group.append(piece)
-            end = max(end, high)
-            continue
+        rest = piece
+        if group and rest[0] // chunk * chunk <= end + skip:
+            limit = start + room
+            if rest[3] is None and rest[0] < limit < rest[1]:
+                group.append(Segment(rest[0], limit, rest[2]))
+                end, rest = limit, Segment(limit, rest[1], rest[2] + limit - rest[0])
+            elif rest[1] <= limit:
+                group.append(rest)
+                end = max(end, min(size, -(-rest[1] // chunk) * chunk))
+                continue
         if group:
             yield Unit(file, start, end, 0, group)
-        group, start, end = [piece], low, high
+        group = [rest]
+        start, end = rest[0] // chunk * chunk, min(size, -(-rest[1] // chunk) * chunk)
     if group:
         yield Unit(file, start, end, 0, group)
 

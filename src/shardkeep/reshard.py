@@ -97,7 +97,9 @@ def copies(key: str, target: Box, finder: Finder, *, partial: bool = False) -> l
 
 
 def first_gap(target: Box, parts: Sequence[Box], dim: int = 0) -> Box:
-    """A region of `target` that none of the disjoint `parts` touches, if their elements do not add up to it."""
+    """A region of `target` that none of the disjoint `parts` touches, if their elements do not add up to
+    it.
+    """
     if not parts or dim == len(target.shape):
         return target
     low, high = target.offset[dim], target.offset[dim] + target.shape[dim]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -24,7 +25,7 @@ import msgspec
 from shardkeep import checkpointer
 from shardkeep import manifest as names
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, open_session, sharing
+from shardkeep.coordinate import Coordinator, as_shared, open_session, sharing
 from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
 from shardkeep.handle import SaveHandle, background
 from shardkeep.restore import template
@@ -67,8 +68,15 @@ class Run:
         """Save a whole step in the background; returns once all components are copied to host memory.
         Collective.
         """
-        begun = {name: self._begin(step, name, state) for name, state in components.items()}
-        ranks = open_session(f"step {self.storage_of(step).url}", self._config.deadline_s)
+        begun: dict[str, checkpointer.Begun] = {}
+        try:
+            for name, state in components.items():
+                begun[name] = self._begin(step, name, state)
+            ranks = self._session(step)
+        except BaseException:
+            for component in begun.values():
+                component.abandon()
+            raise
 
         def finish() -> StepReport:
             reports: dict[str, SaveReport] = {}
@@ -170,6 +178,9 @@ class Run:
     def _begin(self, step: int, name: str, state: Mapping[str, Any]) -> checkpointer.Begun:
         return checkpointer.begin(state, self.target(step, name), self._config, snapshot=True)
 
+    def _session(self, step: int) -> Coordinator:
+        return open_session(f"step {self.storage_of(step).url}", self._config.deadline_s, SaveFailed)
+
     def _commit(self, ranks: Coordinator, step: int, reports: dict[str, SaveReport]) -> StepReport:
         """All ranks report that they are through; rank 0 commits; all learn of it."""
         ranks.gather("components", sorted(reports))
@@ -234,14 +245,19 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ranks = open_session(f"step {self.run.storage_of(self.number).url}", self.run._config.deadline_s)
         if error is not None:
-            ranks.fail(error)
+            with suppress(SaveFailed):  # rank 0 is gone: nobody to tell, and the error at hand says more
+                ranks = self._session()
+                ranks.fail(as_shared(error, ranks, SaveFailed))
             return
+        ranks = self._session()
         assert self._reports is not None
         with sharing(ranks, SaveFailed):
             self.report = self.run._commit(ranks, self.number, self._reports)
         ranks.finish()
+
+    def _session(self) -> Coordinator:
+        return self.run._session(self.number)
 
     def _keep(self, component: str, save: Callable[[], SaveReport]) -> SaveReport:
         if self._reports is None:

@@ -24,8 +24,10 @@ _ALIGN_BYTES = 512
 
 
 def uses_cuda() -> bool:
-    """Whether this process has a CUDA context already; we never make one, least of all on another rank's device."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    """Whether this process has a CUDA context already; we never make one, least of all on another rank's
+    device.
+    """
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def allocate(num_bytes: int) -> torch.Tensor:
@@ -91,7 +93,9 @@ _rings_lock = threading.Lock()
 
 
 def ring(config: Config) -> Ring:
-    """The process's ring for this configuration. One from before CUDA was used is not pinned, so it is another."""
+    """The process's ring for this configuration. One from before CUDA was used is not pinned, so it is
+    another.
+    """
     key = (config.num_threads, config.slot_bytes, uses_cuda())
     with _rings_lock:
         if key not in _rings:

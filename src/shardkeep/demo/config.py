@@ -15,7 +15,7 @@ class WrongOption(ValueError):
 class DemoConfig:
     """Settings of `shardkeep demo`; each of the first group is an option of the command line."""
 
-    steps: int = 60
+    steps: int = 50
     """Training steps from start to finish."""
     save_every: int = 10
     """Steps between saves."""
@@ -52,7 +52,7 @@ class DemoConfig:
         """The step whose save is interrupted."""
         if self.kill_at is not None:
             return self.kill_at
-        return max(2, round(0.65 * self.steps / self.save_every)) * self.save_every
+        return max(2, round(0.75 * self.steps / self.save_every)) * self.save_every
 
     @property
     def resume_step(self) -> int:
@@ -68,11 +68,11 @@ class DemoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoConfig:
-    """The training recipe: small enough for two cores, large enough for the reward to rise in 60 steps."""
+    """The training recipe: small enough for two cores, large enough for the reward to rise in 50 steps."""
 
     num_digits: int = 3
-    prompts_per_step: int = 16
-    group_size: int = 16
+    prompts_per_step: int = 32
+    group_size: int = 8
     updates_per_step: int = 2
     learning_rate: float = 2.5e-3
     adam_beta2: float = 0.95
