@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from craft import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from craft import grid
 from shardkeep.errors import Corrupt
 from shardkeep.reshard import Finder, blocks, contiguous_in, copies, first_gap, overlap, start_of, strides
 from shardkeep.types import Box, whole
@@ -84,7 +84,9 @@ def test_a_missing_box_is_reported_with_a_region_that_is_really_missing(
     assert error.value.fields["key"] == "layer.w"
     gap = first_gap(full, boxes)
     assert gap.numel > 0
-    assert gone.intersect(gap) == gap  # inside the box that was taken out: no stored element is called missing
+    assert (
+        gone.intersect(gap) == gap
+    )  # inside the box that was taken out: no stored element is called missing
     partial = copies("k", full, Finder([Stored(b) for b in boxes]), partial=True)
     assert sum(part.numel for _, part in partial) == full.numel - gone.numel
 
@@ -102,7 +104,7 @@ def test_blocks_hold_each_element_once_within_their_bounds(
     for start, span, sub in blocks(stored, part, itemsize, max_elements * itemsize, hole_bytes):
         assert 0 < span <= max_elements * itemsize
         assert start % itemsize == span % itemsize == 0
-        assert 0 <= start and start + span <= stored.numel * itemsize
+        assert start >= 0 and start + span <= stored.numel * itemsize
         window = flat[start // itemsize : (start + span) // itemsize]
         values = np.lib.stride_tricks.as_strided(window, sub.shape, [s * 8 for s in steps])
         index = sub.slices_in(part)

@@ -88,8 +88,8 @@ class Unit(NamedTuple):
 
 
 def scratch_bytes(config: Config, catalog: Catalog) -> int:
-    """Scratch per slot: the configured slot, but room for a segment that touches three chunks."""
-    return max(config.slot_bytes, 3 * granule(catalog)) if catalog.checksum != "none" else config.slot_bytes
+    """Scratch per slot: within the configured slot, but room for a segment that touches three chunks."""
+    return max(min(config.slot_bytes, DIRECT_BYTES), 3 * catalog.chunk_bytes if granule(catalog) > 1 else 0)
 
 
 def granule(catalog: Catalog) -> int:
