@@ -201,6 +201,17 @@ def test_snapshots_in_flight_have_a_segment_each(allocations: list[int]) -> None
     assert allocations == [5000, 5000]
 
 
+def test_a_segment_given_back_twice_is_not_shared_by_two_saves() -> None:
+    """A save that fails may be given up by more than one hand."""
+    arena = stage.Arena()
+    failed = arena.take(5000)
+    arena.give_back(failed)
+    second = arena.take(5000)
+    arena.give_back(failed)
+    third = arena.take(5000)
+    assert second.buffer.data_ptr() != third.buffer.data_ptr()
+
+
 def test_a_grown_snapshot_replaces_the_small_segment(allocations: list[int]) -> None:
     arena = stage.Arena()
     arena.give_back(arena.take(1000))

@@ -106,6 +106,7 @@ class Begun:
         self.frozen.release()
         if self.ranks.rank == 0:
             commit.abandon(self.target.storage, self.agreement.attempt)
+        self.ranks.finish()
 
 
 def begin(

@@ -10,7 +10,6 @@ whoever waits in that session sees it within milliseconds.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
@@ -60,7 +59,7 @@ class Coordinator(Protocol):
         """Tell the others; returns the session's error, which is the first that any rank reported."""
 
     def finish(self) -> None:
-        """All went well on this rank: its keys may go."""
+        """This rank is through with the session, well or badly; when all are, its keys go."""
 
 
 class RemoteError(Exception):
@@ -91,13 +90,16 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
     try:
         yield
     except RemoteError as e:
+        coordinator.finish()
         raise e.error from None
     except Exception as e:
         own = as_shared(e, coordinator, failure)
         shared = coordinator.fail(own)
+        coordinator.finish()
         raise shared from (e if shared is own and e is not own else None)
     except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
         coordinator.fail(as_shared(e, coordinator, failure))
+        coordinator.finish()
         raise
 
 
@@ -208,11 +210,10 @@ class _Meeting:
         self._was_behind = False
         self._lock = threading.Lock()
         self.call = _Caller()
-        # The thread stays for the sessions that are open, and for `_linger`.
-        weakref.finalize(self, self.call.close).atexit = False
         self.store = _connect(self.call, self.rank, deadline_s)
+        self.finished: list[str] = []  # the key that counts who is through with the last session
+        weakref.finalize(self, _end, self.call, self.store, self.rank == 0, self.finished)
         self.call(lambda: self.store.set(f"who/{self.rank}", _me()), _ANSWER_S)
-        self.last_done: str | None = None  # of rank 0, see `_linger`
 
     def open_session(self, purpose: str, deadline_s: float) -> _Session:
         with self._lock:
@@ -241,6 +242,16 @@ class _Meeting:
         return f"rank {rank} ({known.decode()})" if known else f"rank {rank} (never connected)"
 
 
+def _end(call: _Caller, store: Any, is_host: bool, finished: list[str]) -> None:
+    """A meeting goes, with its process group or its process. The store of rank 0 goes with it: leave the
+    others a moment to read how the last session has ended.
+    """
+    call.close()
+    end = time.monotonic() + _GRACE_S
+    while is_host and finished and store.check(finished) and time.monotonic() < end:
+        time.sleep(_POLL_S[1])
+
+
 def _me() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
@@ -256,6 +267,7 @@ class _Session:
         self._deadline_s = deadline_s
         self._keys: list[str] = []
         self._missing: list[int] = []  # ranks for which this one has waited in vain
+        self._is_finished = False
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         self._raise_shared_error()  # before the value is set: a rank that raises here has not been counted
@@ -307,14 +319,18 @@ class _Session:
 
     def finish(self) -> None:
         """The last rank to finish removes the keys of all (every rank has used the same names)."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        self._key("error")
         done = self._key("done")
-        self._meeting.last_done = done
+        self._meeting.finished[:] = [done]
         try:
             if self._call(lambda store: store.add(done, 1)) == self.world_size:
                 for key in dict.fromkeys(self._all_ranks_keys()):
                     self._delete(key)
-        except DeadlineExceeded:  # rank 0 has gone, and the keys with it; what the session was for is done
-            log.debug("rank 0 ended before the others had finished")
+        except DeadlineExceeded as e:  # the keys are gone with it; what the session was for is done
+            log.debug("%s", e)
 
     def peek_error(self) -> dict[str, Any] | None:
         key = self._key("error", remember=False)
@@ -385,19 +401,6 @@ def _meeting(deadline_s: float) -> _Meeting:
     if _current is None or _current.group() is not group:
         _current = _Meeting(group, deadline_s)
     return _current
-
-
-@atexit.register
-def _linger() -> None:
-    """The store ends with rank 0's process: leave the others a moment to read how the last session ended."""
-    if _current is None or _current.rank != 0 or _current.last_done is None:
-        return
-    done, end = _current.last_done, time.monotonic() + _GRACE_S
-    try:
-        while _current.call(lambda: _current.store.check([done]), _GRACE_S) and time.monotonic() < end:
-            time.sleep(_POLL_S[1])
-    except DeadlineExceeded:
-        pass
 
 
 def _connect(caller: _Caller, rank: int, deadline_s: float) -> Any:

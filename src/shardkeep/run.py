@@ -81,9 +81,9 @@ class Run:
         def finish() -> StepReport:
             reports: dict[str, SaveReport] = {}
             try:
-                for name, component in begun.items():
-                    reports[name] = checkpointer.finish(component)
                 with sharing(ranks, SaveFailed):
+                    for name, component in begun.items():
+                        reports[name] = checkpointer.finish(component)
                     report = self._commit(ranks, step, reports)
             except BaseException:
                 for name in begun.keys() - reports.keys():
@@ -247,17 +247,15 @@ class Step:
     ) -> None:
         if error is not None:
             with suppress(SaveFailed):  # rank 0 is gone: nobody to tell, and the error at hand says more
-                ranks = self._session()
+                ranks = self.run._session(self.number)
                 ranks.fail(as_shared(error, ranks, SaveFailed))
+                ranks.finish()
             return
-        ranks = self._session()
+        ranks = self.run._session(self.number)
         assert self._reports is not None
         with sharing(ranks, SaveFailed):
             self.report = self.run._commit(ranks, self.number, self._reports)
         ranks.finish()
-
-    def _session(self) -> Coordinator:
-        return self.run._session(self.number)
 
     def _keep(self, component: str, save: Callable[[], SaveReport]) -> SaveReport:
         if self._reports is None:

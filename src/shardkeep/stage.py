@@ -192,6 +192,7 @@ class Segment:
 
     buffer: torch.Tensor
     used_bytes: int = 0
+    is_taken: bool = True
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
@@ -229,8 +230,11 @@ class Arena:
         return Segment(allocate(max(num_bytes, _ALIGN_BYTES)))
 
     def give_back(self, segment: Segment) -> None:
+        """Let later saves have the segment. A second time does nothing: another save may have it by then."""
         with self._lock:
-            self._idle.append(segment.buffer)
+            if segment.is_taken:
+                segment.is_taken = False
+                self._idle.append(segment.buffer)
 
 
 arena = Arena()
