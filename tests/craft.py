@@ -1,8 +1,8 @@
 """Checkpoints made by hand from the format's own encoders, for tests of everything that reads.
 
-`craft(directory, tensors={"w": (tensor, [box, ...])}, ...)` writes items with `torch.save`, finds payloads through
-`zipfile`, and hashes chunks with xxhash: nothing of the library's writer is used, so that readers and writer are
-checked against the format and not against each other.
+`craft(directory, tensors={"w": (tensor, [box, ...])}, ...)` writes items with `torch.save`, finds payloads
+through `zipfile`, and hashes chunks with xxhash: nothing of the library's writer is used, so that readers
+and writer are checked against the format and not against each other.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,17 @@ def craft(
         start, size = (0, len(data)) if kind == "object" else payload(data)
         items.append(
             Item(
-                key=key, kind=kind, dtype=infos[key].dtype if kind == "tensor" else "", box=box, file=file,
-                offset=len(blobs[file]), length=len(data), payload_offset=len(blobs[file]) + start, num_bytes=size,
+                key=key,
+                kind=kind,
+                dtype=infos[key].dtype if kind == "tensor" else "",
+                box=box,
+                file=file,
+                offset=len(blobs[file]),
+                length=len(data),
+                payload_offset=len(blobs[file]) + start,
+                num_bytes=size,
             )
-        )  # fmt: skip
+        )
         blobs[file] += data
     if common is not None:
         blobs[common_name(attempt)] = bytearray(saved(common))
@@ -75,21 +83,38 @@ def craft(
     hashes = {name: digest(data) for name, data in fixed.items()}
     dialect = "dcp" if common is None else "megatron"
     index = Index(
-        format_version=1, attempt=attempt, dialect=dialect, checksum=checksum, chunk_bytes=chunk_bytes, tensors=infos,
-        items=items, files={n: StoredFile(size=len(b), checksums=hashed(b, chunk_bytes)) for n, b in blobs.items()},
-        paths={}, fixed=hashes,
-    )  # fmt: skip
+        format_version=1,
+        attempt=attempt,
+        dialect=dialect,
+        checksum=checksum,
+        chunk_bytes=chunk_bytes,
+        tensors=infos,
+        items=items,
+        files={n: StoredFile(size=len(b), checksums=hashed(b, chunk_bytes)) for n, b in blobs.items()},
+        paths={},
+        fixed=hashes,
+    )
     for name, data in blobs.items():
         (directory / name).write_bytes(data)
     encoded = encode_index(index)
     (directory / index_name(attempt)).write_bytes(encoded)
     sizes = {name: len(data) for name, data in blobs.items()} | {index_name(attempt): len(encoded)}
     manifest = Manifest(
-        format_version=1, attempt=attempt, dialect=dialect, step=7, layout={"world_size": 1, "tp": 1},
+        format_version=1,
+        attempt=attempt,
+        dialect=dialect,
+        step=7,
+        layout={"world_size": 1, "tp": 1},
         versions={"shardkeep": "0.1.0", "torch": torch.__version__, "megatron": None},
-        totals={"num_bytes": sum(i.num_bytes for i in items), "num_items": len(items), "num_files": len(blobs)},
-        files=sizes, index_digest=digest(encoded), fixed=hashes,
-    )  # fmt: skip
+        totals={
+            "num_bytes": sum(i.num_bytes for i in items),
+            "num_items": len(items),
+            "num_files": len(blobs),
+        },
+        files=sizes,
+        index_digest=digest(encoded),
+        fixed=hashes,
+    )
     (directory / attempt_manifest_name(attempt)).write_bytes(encode_manifest(manifest))
     for name, data in fixed.items():
         (directory / name).write_bytes(data)
@@ -133,6 +158,6 @@ def grid(shape: Sequence[int], parts: Sequence[int]) -> list[Box]:
         boxes = [
             Box(offset=(*b.offset, low), shape=(*b.shape, high - low))
             for b in boxes
-            for low, high in zip(cuts, cuts[1:], strict=False)
+            for low, high in pairwise(cuts)
         ]
     return boxes

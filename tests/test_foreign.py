@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,13 @@ def test_everything_that_dcp_writes_is_read_to_the_bit(tmp_path: Path) -> None:
             assert same(ckpt.read(key), value), key
     assert same(ckpt.read("nested.list.1.t"), torch.ones(3))
     assert ckpt.values() == {
-        "nested.list.0": 1, "nested.list.2": "x", "nested.lr": 0.1, "nested.none": None, "nested.s": "text",
+        "nested.list.0": 1,
+        "nested.list.2": "x",
+        "nested.lr": 0.1,
+        "nested.none": None,
+        "nested.s": "text",
         "nested.flag": True,
-    }  # fmt: skip
+    }
     box = Box(offset=(100, 17), shape=(300, 400))
     assert same(ckpt.read("big", box), state["big"][100:400, 17:417])
     box = Box(offset=(0, 1, 0, 2), shape=(2, 2, 3, 2))
@@ -138,8 +143,12 @@ def test_metadata_of_megatron_is_understood_without_its_classes(protocol: int) -
     assert parsed.tensors == {"w": TensorInfo(dtype="bfloat16", shape=(4, 6))}
     (item,) = parsed.items["w"]
     assert (item.box, item.file, item.offset, item.length, item.num_bytes) == (
-        Box(offset=(2, 0), shape=(2, 6)), "__0_0.distcp", 0, 1000, 24,
-    )  # fmt: skip
+        Box(offset=(2, 0), shape=(2, 6)),
+        "__0_0.distcp",
+        0,
+        1000,
+        24,
+    )
     assert item.payload_offset == -1
     (thing,) = parsed.items["obj/shard_0_1"]
     assert (thing.kind, thing.file, thing.payload_offset, thing.num_bytes) == (
@@ -155,10 +164,7 @@ def test_metadata_of_megatron_is_understood_without_its_classes(protocol: int) -
 @pytest.mark.parametrize("name", ["MCoreMetadata", "MCoreSavePlan"])
 def test_classes_that_megatron_removed_are_still_known(name: str) -> None:
     module = "megatron.core.dist_checkpointing.strategies.torch"
-    stream = (
-        b"\x80\x04c" + module.encode() + b"\n" + name.encode() + b"\n)\x81}(\x8c\x01a"
-        b"K\x01ub."
-    )  # fmt: skip
+    stream = b"\x80\x04c" + module.encode() + b"\n" + name.encode() + b"\n)\x81}(\x8c\x01aK\x01ub."
     assert foreign.unpickle(stream, "m").get("a") == 1
 
 
@@ -217,9 +223,9 @@ def test_a_pickle_that_calls_something_is_refused_by_name(
         (b"Pid\n.", UnsafePickle),
         (b"\x80\x04ccollections\nOrderedDict\n}(\x8c\x01aK\x01ub.", Corrupt),  # state for a function
         (b"\x80\x04ctorch\nSize\n}(\x8c\x08__code__K\x01ub.", Corrupt),
-        (b"\x80\x04" + b"(" * 100_000 + b"." , Corrupt),
+        (b"\x80\x04" + b"(" * 100_000 + b".", Corrupt),
     ],
-)  # fmt: skip
+)
 def test_streams_made_to_hurt_end_in_an_error(stream: bytes, error: type[Exception]) -> None:
     with pytest.raises(error):
         foreign.parse_metadata(stream, "m")
@@ -233,10 +239,8 @@ def test_no_damage_to_a_metadata_file_gets_past_the_errors(data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 4))):
         bad[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     bad = bad[: data.draw(st.integers(0, len(good)))] if data.draw(st.booleans()) else bad
-    try:
+    with suppress(Corrupt, UnsafePickle):
         foreign.parse_metadata(bytes(bad), "m")
-    except (Corrupt, UnsafePickle):
-        pass
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "a/../../b", ""])

@@ -1,4 +1,5 @@
-"""The load stage: what reaches the caller's tensors, what is read for it, and what happens to damaged bytes."""
+"""The load stage: what reaches the caller's tensors, what is read for it, and what happens to damaged
+bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,24 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint16, torch.uint32, torch.uint64,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,10 +138,13 @@ def test_axes_of_size_one_may_be_missing(tmp_path: Path) -> None:
     craft(tmp_path, {"w": (source, grid((3, 1, 8, 16), (3, 1, 1, 1)))})
     flat = torch.zeros(8, 16)
     turned = torch.zeros(16, 8).t()
-    fill(tmp_path, [
-        Target(key="w", box=Box(offset=(1, 0, 0, 0), shape=(1, 1, 8, 16)), tensor=flat),
-        Target(key="w", box=Box(offset=(2, 0, 0, 0), shape=(1, 1, 8, 16)), tensor=turned),
-    ])  # fmt: skip
+    fill(
+        tmp_path,
+        [
+            Target(key="w", box=Box(offset=(1, 0, 0, 0), shape=(1, 1, 8, 16)), tensor=flat),
+            Target(key="w", box=Box(offset=(2, 0, 0, 0), shape=(1, 1, 8, 16)), tensor=turned),
+        ],
+    )
     assert bits(flat) == bits(source[1, 0]) and bits(turned) == bits(source[2, 0])
 
 
@@ -235,7 +254,7 @@ def test_each_chunk_is_read_once_even_when_many_small_tensors_share_it(tmp_path:
     assert read_bytes <= sum(stored.size for stored in catalog.files.values())
     assert len(storage.ranges) < 70
     ranges = sorted(storage.ranges)
-    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))
 
 
 def test_scratch_stays_within_the_slots(tmp_path: Path) -> None:
@@ -338,9 +357,21 @@ def test_an_error_in_one_thread_stops_the_others_and_keeps_its_cause(tmp_path: P
 @pytest.mark.parametrize(
     ("bad", "error", "says"),
     [
-        (lambda: [all_of(f"gone{n}", torch.zeros(2)) for n in range(12)], MissingKey, r"'gone0', .*'gone9' and 2 more"),
-        (lambda: [all_of("step", torch.zeros(2))], MissingKey, "holds a plain value, not a tensor, for 'step'"),
-        (lambda: [all_of("w", torch.zeros(10, 5), shape=(10, 5))], Mismatch, r"'w'.*expected \[10, 5\], got \[10, 4\]"),
+        (
+            lambda: [all_of(f"gone{n}", torch.zeros(2)) for n in range(12)],
+            MissingKey,
+            r"'gone0', .*'gone9' and 2 more",
+        ),
+        (
+            lambda: [all_of("step", torch.zeros(2))],
+            MissingKey,
+            "holds a plain value, not a tensor, for 'step'",
+        ),
+        (
+            lambda: [all_of("w", torch.zeros(10, 5), shape=(10, 5))],
+            Mismatch,
+            r"'w'.*expected \[10, 5\], got \[10, 4\]",
+        ),
         (lambda: [all_of("w", torch.zeros(11, 4))], Mismatch, r"outside.*'w'.*expected \[0:11, 0:4\]"),
         (lambda: [all_of("w", torch.zeros(40))], Mismatch, r"dimensions.*expected 1, got 2"),
         (lambda: [all_of("w", torch.zeros(10, 4).half())], Mismatch, r"dtype.*expected float16, got float32"),
@@ -352,7 +383,7 @@ def test_an_error_in_one_thread_stops_the_others_and_keeps_its_cause(tmp_path: P
         (lambda: [all_of("w", torch.zeros(10, 4, device="meta"))], Mismatch, r"in place.*meta"),
         (lambda: [all_of("hole", torch.zeros(6))], Corrupt, r"'hole'.*missing '\[2:4\]'"),
     ],
-)  # fmt: skip
+)
 def test_what_can_be_known_before_reading_changes_nothing(
     tmp_path: Path, bad: Any, error: type[Exception], says: str
 ) -> None:

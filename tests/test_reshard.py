@@ -145,7 +145,6 @@ def test_contiguous_in_and_start_of_agree_with_numpy(layout: tuple[Box, list[Box
     positions = np.arange(stored.numel).reshape(stored.shape)[slices(part)].reshape(-1)
     assert start_of(stored, part) == positions[0]
     is_range = bool((positions == positions[0] + np.arange(len(positions))).all())
-    # a range that wraps a row end by luck does not occur: a box's positions are a range only if it is row-major inside
     assert contiguous_in(stored, part) == is_range
 
 
@@ -154,7 +153,7 @@ def test_contiguous_in_and_start_of_agree_with_numpy(layout: tuple[Box, list[Box
 def test_overlap_finds_a_pair_exactly_when_there_is_one(
     layout: tuple[Box, list[Box], Box], random: object
 ) -> None:
-    full, boxes, extra = layout
+    _, boxes, extra = layout
     random.shuffle(boxes)  # type: ignore[attr-defined]
     assert overlap(boxes) is None
     if extra.numel:
@@ -166,9 +165,12 @@ def test_overlap_finds_a_pair_exactly_when_there_is_one(
 
 def test_overlap_of_a_pinwheel_that_no_cut_separates() -> None:
     pinwheel = [
-        Box(offset=(0, 0), shape=(1, 2)), Box(offset=(0, 2), shape=(2, 1)), Box(offset=(2, 1), shape=(1, 2)),
-        Box(offset=(1, 0), shape=(2, 1)), Box(offset=(1, 1), shape=(1, 1)),
-    ]  # fmt: skip
+        Box(offset=(0, 0), shape=(1, 2)),
+        Box(offset=(0, 2), shape=(2, 1)),
+        Box(offset=(2, 1), shape=(1, 2)),
+        Box(offset=(1, 0), shape=(2, 1)),
+        Box(offset=(1, 1), shape=(1, 1)),
+    ]
     assert overlap(pinwheel) is None
     assert overlap([*pinwheel, Box(offset=(1, 1), shape=(1, 1))]) == (4, 5)
 

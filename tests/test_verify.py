@@ -128,7 +128,10 @@ def item(index: Index, number: int, **changes: Any) -> Index:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda i: replace(i, items=i.items[1:]), r"gap \(key 'w', missing \[0:30, 0:33\]\): expected 6000 .* got 5010"),
+        (
+            lambda i: replace(i, items=i.items[1:]),
+            r"gap \(key 'w', missing \[0:30, 0:33\]\): expected 6000 .* got 5010",
+        ),
         (
             lambda i: item(i, 1, box=Box(offset=(0, 32), shape=(30, 33))),
             r"overlap \(key 'w'\).*\[0:30, 0:33\] and \[0:30, 32:65\]",
@@ -137,20 +140,31 @@ def item(index: Index, number: int, **changes: Any) -> Index:
             lambda i: item(i, 5, box=Box(offset=(31, 66), shape=(30, 34))),
             r"outside its tensor \(key 'w'\): expected inside \[60, 100\], got \[31:61, 66:100\]",
         ),
-        (lambda i: item(i, 2, box=Box(offset=(0,), shape=(1020,))), r"dimensions than its tensor \(key 'w'\): expected 2"),
+        (
+            lambda i: item(i, 2, box=Box(offset=(0,), shape=(1020,))),
+            r"dimensions than its tensor \(key 'w'\): expected 2",
+        ),
         (lambda i: item(i, 2, offset=i.items[2].offset - 9), r"items overlap in a file .*'w' and 'w'"),
-        (lambda i: item(i, 6, length=1 << 20), rf"past the end .*{FILE}.*'s'.*expected at least \d+ bytes, got \d+"),
+        (
+            lambda i: item(i, 6, length=1 << 20),
+            rf"past the end .*{FILE}.*'s'.*expected at least \d+ bytes, got \d+",
+        ),
         (lambda i: item(i, 0, payload_offset=1 << 20), r"payload lies outside it .*'w'"),
         (lambda i: item(i, 0, num_bytes=8), r"wrong size .*'w'.*expected 3960, got 8"),
         (lambda i: item(i, 0, dtype="int32"), r"dtype differs.*'w'.*expected float32, got int32"),
         (lambda i: item(i, 6, key="ghost"), r"belongs to no tensor .*'ghost'"),
-        (lambda i: replace(i, tensors=i.tensors | {"lost": TensorInfo(dtype="int8", shape=(4,))}), r"'lost'.*\[0:4\]"),
         (
-            lambda i: replace(i, files={k: replace(v, checksums=v.checksums[16:]) for k, v in i.files.items()}),
+            lambda i: replace(i, tensors=i.tensors | {"lost": TensorInfo(dtype="int8", shape=(4,))}),
+            r"'lost'.*\[0:4\]",
+        ),
+        (
+            lambda i: replace(
+                i, files={k: replace(v, checksums=v.checksums[16:]) for k, v in i.files.items()}
+            ),
             rf"number of checksums \(file '{FILE}'\): expected \d+, got \d+",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_writers_mistake_is_found(tmp_path: Path, edit: Callable[[Index], Index], says: str) -> None:
     good(tmp_path)
     edited(tmp_path, edit)
@@ -186,5 +200,14 @@ def test_the_index_is_plain_msgpack(tmp_path: Path) -> None:
     good(tmp_path)
     raw = msgspec.msgpack.decode((tmp_path / index_name(ATTEMPT)).read_bytes())
     assert sorted(raw) == [
-        "attempt", "checksum", "chunk_bytes", "dialect", "files", "fixed", "format_version", "items", "paths", "tensors",
-    ]  # fmt: skip
+        "attempt",
+        "checksum",
+        "chunk_bytes",
+        "dialect",
+        "files",
+        "fixed",
+        "format_version",
+        "items",
+        "paths",
+        "tensors",
+    ]
