@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 
+import shardkeep as sk
 from shardkeep.testing import jail
 
 TESTS = Path(__file__).resolve().parent
@@ -75,10 +76,16 @@ def multiply_in_threads() -> float:
     return float((torch.ones(1024, 1024) @ torch.ones(1024, 1024)).sum())
 
 
-def save_with_megatron(directory: str) -> None:
-    """Unmodified megatron-core saves two sharded tensors in one gloo process, on a machine without a GPU."""
+def save_with_megatron(directory: str, *, shardkeep: bool = False) -> None:
+    """megatron-core, unmodified or with shardkeep installed, saves two sharded tensors in one gloo process,
+    on a machine without a GPU."""
     import torch
     from megatron.core import dist_checkpointing
+
+    if shardkeep:
+        import shardkeep as sk
+
+        sk.megatron.install()
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
@@ -196,7 +203,7 @@ def test_ray_actor_works_in_the_jail(ray_local: ModuleType) -> None:
 @pytest.mark.megatron
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_unmodified_megatron_save_fails_in_the_jail_alone(tmp_path: Path) -> None:
+def test_in_the_jail_unmodified_megatron_fails_and_shardkeep_saves(tmp_path: Path) -> None:
     free, jailed = tmp_path / "free", tmp_path / "jailed"
     outside = subprocess.run(
         [sys.executable, "-c", calling(f"save_with_megatron({str(free)!r})")],
@@ -213,3 +220,9 @@ def test_unmodified_megatron_save_fails_in_the_jail_alone(tmp_path: Path) -> Non
     assert "OSError: [Errno 12] Cannot allocate memory" in inside.stderr
     assert "megatron/core/dist_checkpointing/strategies/filesystem_async.py" in inside.stderr
     assert not (jailed / "metadata.json").exists()
+
+    ours = tmp_path / "ours"
+    done = jail.run_jailed("-c", calling(f"save_with_megatron({str(ours)!r}, shardkeep=True)"), timeout_s=140)
+    assert done.returncode == 0, done.stderr
+    loaded = sk.inspect(ours)
+    assert (loaded.read("a") == 1.0).all() and loaded.common()["step"] == 3
