@@ -59,21 +59,32 @@ def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config
     mine = {"fingerprint": fingerprint(captured, headers), "known": list(_plans), "digests": captured.digests}
     everyone = ranks.gather("captures", mine)
     opened: dict[str, Any] | None = None
-    if everyone is not None:
-        _compare_values([e["digests"] for e in everyone], strict=not target.lenient)
-        plan_id = manifest.digest("".join(e["fingerprint"] for e in everyone).encode())
-        attempt = commit.open_attempt(target)
-        opened = {"attempt": attempt, "plan": plan_id, "known": all(plan_id in e["known"] for e in everyone)}
-    opened = ranks.broadcast("attempt", opened)
-    if not opened["known"]:
-        _make_plan(ranks, opened["plan"], headers, captured, target)
-    _plans.move_to_end(opened["plan"])
-    chosen = _plans[opened["plan"]]
-    if ranks.rank == 0:
-        _check_space(target.storage, chosen.num_bytes)
-    elif not _sees_nonce(target.storage, opened["attempt"]):
-        _other_directory(target)
+    try:
+        if everyone is not None:
+            opened = _open(everyone, target)
+        opened = ranks.broadcast("attempt", opened)
+        if not opened["known"]:
+            _make_plan(ranks, opened["plan"], headers, captured, target)
+        _plans.move_to_end(opened["plan"])
+        chosen = _plans[opened["plan"]]
+        if ranks.rank == 0:
+            _check_space(target.storage, chosen.num_bytes)
+        elif not _sees_nonce(target.storage, opened["attempt"]):
+            _other_directory(target)
+    except BaseException:
+        if opened and ranks.rank == 0:
+            commit.abandon(target.storage, opened["attempt"])
+        raise
     return Agreement(attempt=opened["attempt"], chosen=chosen.chosen, tensors=chosen.tensors)
+
+
+def _open(everyone: list[dict[str, Any]], target: Target) -> dict[str, Any]:
+    """Rank 0: a fresh attempt for what all ranks hold, and the plan to use if all of them know it."""
+    _compare_values([e["digests"] for e in everyone], strict=not target.lenient)
+    prints = "".join(e["fingerprint"] for e in everyone)
+    plan_id = manifest.digest(f"{prints} checked {target.check_cover}".encode())
+    known = all(plan_id in e["known"] for e in everyone)
+    return {"attempt": commit.open_attempt(target), "plan": plan_id, "known": known}
 
 
 def same_for_all(ranks: Coordinator, catalog: Catalog) -> Catalog:

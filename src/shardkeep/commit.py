@@ -42,7 +42,12 @@ def open_attempt(target: Target) -> str:
         )
     attempt = f"{time.time_ns() // 1_000_000:013d}{random.SystemRandom().randrange(10_000):04d}"
     target.storage.make()
-    target.storage.put(names.nonce_name(attempt), f"{platform.node()} {os.getpid()}".encode(), durable=False)
+    nonce = f"{platform.node()} {os.getpid()}".encode()
+    try:
+        target.storage.put(names.nonce_name(attempt), nonce, durable=False)
+    except BaseException:
+        abandon(target.storage, attempt)
+        raise
     return attempt
 
 
@@ -108,8 +113,11 @@ def abandon(storage: Storage, attempt: str) -> None:
     """Rank 0, after a failure before `commit`: remove every rank's files of this attempt, and the directory
     if it was new.
     """
-    remove_files(storage, [n for n in storage.sizes() if attempt in n and names.is_attempt_file(n)])
-    storage.remove_if_empty()
+    try:
+        remove_files(storage, [n for n in storage.sizes() if attempt in n and names.is_attempt_file(n)])
+        storage.remove_if_empty()
+    except OSError as e:  # the error of the save itself is the one to raise
+        log.warning("could not clear the attempt %s of a failed save: %s", attempt, e)
 
 
 def _prepare(target: Target, index: Index, world_size: int, config: Config) -> Manifest:
