@@ -253,16 +253,18 @@ def load_from(
     make_template: Callable[[], T],
     judge: Judge,
     *,
+    check: Callable[[Coordinator, T], None] = lambda ranks, wanted: None,
     manifest_name: str = MANIFEST,
 ) -> tuple[T, LoadReport, Any]:
     """`load` in its general form: the template, the report, and what `judge` made of the difference between
-    the keys.
+    the keys. `check` may refuse what the ranks ask for together.
     """
     phases = Phases("load", storage.url)
     with shared_load(f"load {storage.url}", config) as ranks:
         with phases("plan"):
             catalog = same_for_all(ranks, catalog_of(storage, manifest_name))
             wanted = make_template()
+            check(ranks, wanted)
             difference = compare(ranks, catalog, [t.key for t in wanted.targets] + wanted.values)
             judged = judge(difference, storage.url)
             absent = frozenset(difference.missing)

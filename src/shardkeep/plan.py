@@ -33,7 +33,7 @@ def assign(
     """
     holders = _group(headers)
     if check:
-        check_cover(headers, holders, dialect)
+        check_cover(headers, dialect)
     chosen: list[list[int]] = [[] for _ in headers]
     load = [0] * len(headers)
     for _, num_bytes, candidates in sorted(
@@ -82,15 +82,11 @@ def _candidates(
         yield len(may_write) > 1, first.num_bytes, may_write
 
 
-def check_cover(
-    headers: Sequence[Sequence[ShardHeader]], holders: dict[tuple[str, Box], list[Holder]], dialect: Dialect
-) -> None:
+def check_cover(headers: Sequence[Sequence[ShardHeader]], dialect: Dialect) -> None:
     """InvalidState unless ranks agree on each tensor and its main replicas cover it exactly once."""
-    boxes: dict[str, dict[Box, int]] = defaultdict(
-        dict
-    )  # of each key, with the rank that holds the main replica
+    boxes: dict[str, dict[Box, int]] = defaultdict(dict)  # of each key, with the rank of the main replica
     first: dict[str, tuple[int, ShardHeader]] = {}
-    for (key, box), owners in holders.items():
+    for (key, box), owners in _group(headers).items():
         for rank, index in owners:
             _check_agrees(
                 key, first.setdefault(key, (rank, headers[rank][index])), rank, headers[rank][index]

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from shardkeep import checkpointer
+from shardkeep import checkpointer, plan
 from shardkeep.config import resolve
+from shardkeep.coordinate import Coordinator
 from shardkeep.errors import ShardkeepError
 from shardkeep.megatron.state import MegatronTemplate, capture_megatron
 from shardkeep.megatron.strict import Strictness
 from shardkeep.storage import storage_for
-from shardkeep.types import SaveReport, Target
+from shardkeep.types import SaveReport, ShardHeader, Target
 
 log = logging.getLogger("shardkeep")
 
@@ -87,8 +89,16 @@ def load(
             resolve(None),
             lambda: MegatronTemplate(sharded_state_dict),
             rule.judge,
+            check=_check_access if validate_access_integrity else lambda ranks, template: None,
         )
     return (template.loaded, missing, unexpected) if rule.returns_keys else template.loaded
+
+
+def _check_access(ranks: Coordinator, template: MegatronTemplate) -> None:
+    """Main replicas of all ranks together must ask for every tensor exactly once, as Megatron demands."""
+    everyone = ranks.gather("access", msgspec.to_builtins(template.headers))
+    if everyone is not None:
+        plan.check_cover(msgspec.convert(everyone, list[list[ShardHeader]]), "megatron")
 
 
 class PendingSave:

@@ -85,11 +85,17 @@ def capture_megatron(
     differ by rank.
     """
     apart = take_apart(state)
-    shards: list[Shard] = [s for _, sharded in apart.tensors if (s := _tensor_shard(sharded))]
-    shards += [object_shard(o.unique_key, [o.data], is_main_replica(o.replica_id)) for _, o in apart.objects]
+    shards = _shards(apart)
     compared = before_comparing(apart.common) if before_comparing else apart.common
     digests = {str(k): value_digest(v) for k, v in compared.items()}
     return Captured(dialect="megatron", shards=shards, common=apart.common, digests=digests)
+
+
+def _shards(apart: Apart) -> list[Shard]:
+    shards: list[Shard] = [s for _, sharded in apart.tensors if (s := _tensor_shard(sharded))]
+    return shards + [
+        object_shard(o.unique_key, [o.data], is_main_replica(o.replica_id)) for _, o in apart.objects
+    ]
 
 
 def box_of(sharded: ShardedTensor) -> Box:
@@ -128,6 +134,7 @@ class MegatronTemplate:
                 sharded.init_data("cpu", torch.zeros if sharded.allow_shape_mismatch else torch.empty)
         self.targets = [self._target(s) for _, s in self._apart.tensors]
         self.values = [o.unique_key for _, o in self._apart.objects]
+        self.headers = [s.header for s in _shards(self._apart)]
         self.loaded: dict[Any, Any] = {}
 
     def _target(self, sharded: ShardedTensor) -> ReadTarget:
