@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
 from shardkeep.catalog import Catalog
-from shardkeep.config import MIB, Config
+from shardkeep.config import Config
 from shardkeep.errors import Corrupt, LoadFailed
+from shardkeep.ranges import Archive, Flat, Strided, Unit
 from shardkeep.storage import Reader, Storage
-from shardkeep.types import dtype_named
 
 DIGEST_BYTES = 16
-DIRECT_BYTES = 4 * MIB  # read and checked at a time: still in the cache when the checksum follows the read
-_SKIP_BYTES = 64 << 10  # without checksums, bytes between two segments that are cheaper to read than to skip
+_ALIGN_BYTES = 64
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # any dtype of that size: bits are moved, not values
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -46,105 +43,6 @@ _WRITE = 0x200
 def memory(address: int, num_bytes: int) -> memoryview:
     """Writable bytes at an address; the caller keeps the owner alive."""
     return _view(address, num_bytes, _WRITE)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class Strided:
-    """A destination that plain bytes cannot fill: `out` (a view of the caller's tensor) takes a box whose
-    elements lie `strides` (in elements, one per dimension of `out`) apart in the segment."""
-
-    out: torch.Tensor
-    dtype: str
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """A whole foreign item whose tensor is not stored row-major: torch loads it, `place` copies from it."""
-
-    key: str
-    place: Callable[[torch.Tensor], None]
-
-
-class Segment(NamedTuple):
-    """Bytes [start, end) of a file and where they go: an address, or something that takes more than copying
-    bytes."""
-
-    start: int
-    end: int
-    address: int
-    special: Strided | None = None
-
-
-class Unit(NamedTuple):
-    """One read: [start, end) of a file, either straight to `address` or to the `segments` inside it."""
-
-    file: str
-    start: int
-    end: int
-    address: int
-    segments: Sequence[Segment]
-    archive: Archive | None = None
-
-
-def scratch_bytes(config: Config, catalog: Catalog) -> int:
-    """Scratch per slot: within the configured slot, but room for a segment that touches three chunks."""
-    return max(min(config.slot_bytes, DIRECT_BYTES), 3 * catalog.chunk_bytes if granule(catalog) > 1 else 0)
-
-
-def granule(catalog: Catalog) -> int:
-    """What reads are rounded to: a chunk where there are checksums, else nothing."""
-    return catalog.chunk_bytes if catalog.checksum != "none" else 1
-
-
-def units_of(file: str, size: int, segments: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
-    """Cut a file's segments into reads: direct ones of whole chunks, and packed ones of at most `scratch`
-    bytes."""
-    pieces = []
-    direct = max(chunk, min(DIRECT_BYTES, scratch) // chunk * chunk)
-    least = chunk if chunk > 1 else min(256 << 10, scratch // 2)
-    for segment in segments:
-        start, end, address, special = segment
-        low = -(-start // chunk) * chunk
-        high = end if end == size else end // chunk * chunk
-        if special is not None or high - low < least:
-            pieces.append(segment)
-            continue
-        for at in range(low, high, direct):
-            yield Unit(file, at, min(at + direct, high), address + at - start, ())
-        if low > start:
-            pieces.append(Segment(start, low, address))
-        if end > high:
-            pieces.append(Segment(high, end, address + high - start))
-    pieces.sort(key=itemgetter(0))
-    yield from _packed(file, size, pieces, chunk, scratch)
-
-
-def _packed(file: str, size: int, pieces: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:
-    """Neighbours share a read of whole chunks. A piece of plain bytes that reaches past the scratch is cut
-    there, at a chunk's end, so that no chunk is read twice for it.
-    """
-    skip = 0 if chunk > 1 else min(_SKIP_BYTES, scratch)
-    room = scratch // chunk * chunk
-    group: list[Segment] = []
-    start = end = 0
-    for piece in pieces:
-        rest = piece
-        if group and rest[0] // chunk * chunk <= end + skip:
-            limit = start + room
-            if rest[3] is None and rest[0] < limit < rest[1]:
-                group.append(Segment(rest[0], limit, rest[2]))
-                end, rest = limit, Segment(limit, rest[1], rest[2] + limit - rest[0])
-            elif rest[1] <= limit:
-                group.append(rest)
-                end = max(end, min(size, -(-rest[1] // chunk) * chunk))
-                continue
-        if group:
-            yield Unit(file, start, end, 0, group)
-        group = [rest]
-        start, end = rest[0] // chunk * chunk, min(size, -(-rest[1] // chunk) * chunk)
-    if group:
-        yield Unit(file, start, end, 0, group)
 
 
 class Checker:
@@ -242,15 +140,13 @@ def read_checked(reader: Reader, checker: Checker, file: str, url: str, start: i
 def fetch(
     storage: Storage, catalog: Catalog, units: list[Unit], config: Config, device: torch.device | None
 ) -> int:
-    """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all
-    threads and is raised."""
+    """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all threads
+    and is raised. `device`: the one that tensors are on besides the CPU."""
     readers = Readers(storage, units)
     shared = _Shared(units)
+    scratch = max((u.end - u.start for u in units if not u.address and u.archive is None), default=0)
     count = max(1, min(config.num_threads, len(units)))
-    workers = [
-        _Worker(storage, catalog, readers, shared, scratch_bytes(config, catalog), device)
-        for _ in range(count)
-    ]
+    workers = [_Worker(catalog, readers, shared, scratch, device) for _ in range(count)]
     threads = [
         threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True)
         for n, w in enumerate(workers[1:], 1)
@@ -259,12 +155,11 @@ def fetch(
         for thread in threads:
             thread.start()
         workers[0].run()
-    finally:
-        shared.stopped = (
-            True  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
-        )
+    finally:  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
+        shared.stopped = True
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         readers.close()
     if shared.error is not None:
         raise shared.error
@@ -291,25 +186,17 @@ class _Shared:
 
 
 class _Worker:
-    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors
-    are on a device."""
+    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors are
+    on a device: one is copied from while the other is filled."""
 
     def __init__(
-        self,
-        storage: Storage,
-        catalog: Catalog,
-        readers: Readers,
-        shared: _Shared,
-        scratch: int,
-        device: torch.device | None,
+        self, catalog: Catalog, readers: Readers, shared: _Shared, scratch: int, device: torch.device | None
     ) -> None:
-        self._storage = storage
         self._url = catalog.url
-        self._catalog = catalog
         self._checker = Checker(catalog)
         self._readers = readers
         self._shared = shared
-        self._scratch_bytes = scratch
+        self._slot_bytes = scratch + _ALIGN_BYTES
         self._device = device
         self._slots: list[torch.Tensor] = []
         self._turn = 0
@@ -323,8 +210,6 @@ class _Worker:
             while (unit := self._shared.next()) is not None:
                 self._do(unit)
                 self._readers.done(unit.file)
-            if self._device is not None:
-                self._stream.synchronize()
         except OSError as e:
             error = Corrupt if isinstance(e, FileNotFoundError) else LoadFailed
             found = error(f"a file cannot be read: {e}", path=self._url)
@@ -332,66 +217,66 @@ class _Worker:
             self._shared.fail(found)
         except BaseException as e:
             self._shared.fail(e)
+        finally:
+            if self._device is not None:
+                self._stream.synchronize()
 
     def _do(self, unit: Unit) -> None:
         reader = self._readers.get(unit.file)
         if unit.archive is not None:
             self._load_archive(reader, unit, unit.archive)
         elif unit.address:
-            read_checked(
-                reader,
-                self._checker,
-                unit.file,
-                self._url,
-                unit.start,
-                memory(unit.address, unit.end - unit.start),
-            )
+            self._read(reader, unit, unit.address)
         else:
-            slot = self._slot(unit.end - unit.start)
-            base = slot.data_ptr()
-            read_checked(
-                reader, self._checker, unit.file, self._url, unit.start, memory(base, unit.end - unit.start)
-            )
+            slot = self._slot(unit)
+            self._read(reader, unit, slot.data_ptr())
             for start, end, address, special in unit.segments:
                 if special is None:
-                    ctypes.memmove(address, base + start - unit.start, end - start)
+                    ctypes.memmove(address, slot.data_ptr() + start - unit.start, end - start)
+                elif isinstance(special, Flat):
+                    self._to_device(special.out, slot[start - unit.start : end - unit.start])
                 else:
-                    self._place(special, slot, start - unit.start, end - start)
+                    self._place(special, slot[start - unit.start : end - unit.start])
             if self._device is not None:
                 self._copied[self._turn].record(self._stream)
 
-    def _slot(self, num_bytes: int) -> torch.Tensor:
-        """Scratch that no copy to the device is still reading."""
+    def _read(self, reader: Reader, unit: Unit, address: int) -> None:
+        into = memory(address, unit.end - unit.start)
+        read_checked(reader, self._checker, unit.file, self._url, unit.start, into)
+
+    def _slot(self, unit: Unit) -> torch.Tensor:
+        """Scratch that no copy to the device is still reading, such that the first segment lies aligned in
+        it."""
         if not self._slots:
             pinned = self._device is not None
             self._slots = [
-                torch.empty(self._scratch_bytes, dtype=torch.uint8, pin_memory=pinned)
-                for _ in range(1 + pinned)
+                torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 + pinned)
             ]
         if self._device is not None:
             self._turn = 1 - self._turn
             self._copied[self._turn].synchronize()
-        assert num_bytes <= self._scratch_bytes
-        return self._slots[self._turn]
+        slot = self._slots[self._turn]
+        shift = (unit.start - unit.segments[0].start - slot.data_ptr()) % _ALIGN_BYTES
+        return slot[shift : shift + unit.end - unit.start]
 
-    def _place(self, to: Strided, slot: torch.Tensor, offset: int, num_bytes: int) -> None:
-        out = to.out
-        dtype = dtype_named(to.dtype)
-        plain = out.device.type == "cpu" and out.dtype == dtype and not out.is_conj() and not out.is_neg()
-        if plain:  # numpy, for torch would start its own threads under ours
-            _copy_words(out, slot.data_ptr() + offset, to.strides, dtype.itemsize)
-            return
-        data = slot[offset : offset + num_bytes]
+    def _place(self, to: Strided, data: torch.Tensor) -> None:
+        out, dtype = to.out, to.dtype
+        if out.device.type == "cpu" and out.dtype == dtype and not out.is_conj() and not out.is_neg():
+            _copy_words(out, data.data_ptr(), to.strides, dtype.itemsize)
+            return  # by numpy, for torch would start its own threads under ours
         if data.data_ptr() % dtype.itemsize:
             data = data.clone()  # items lie at any offset of a file, and torch's kernels want aligned memory
         source = data.view(dtype).as_strided(tuple(out.shape), to.strides)
         if out.device.type == "cpu":
             out.copy_(source)
-            return
+        else:
+            self._to_device(out, source)
+
+    def _to_device(self, out: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
-            out.copy_(source, non_blocking=True)
-            if data.data_ptr() != slot.data_ptr() + offset:
-                self._stream.synchronize()  # the clone lives no longer than this call
+            out.copy_(
+                source, non_blocking=True
+            )  # in stream order; pageable memory is copied before this returns
 
     def _load_archive(self, reader: Reader, unit: Unit, archive: Archive) -> None:
         from shardkeep.load import load_value

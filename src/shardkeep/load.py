@@ -21,20 +21,10 @@ from shardkeep import archive
 from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.errors import Corrupt, Mismatch, MissingKey, StorageReleased, UnsafePickle
-from shardkeep.fetch import (
-    Archive,
-    Checker,
-    Segment,
-    Strided,
-    Unit,
-    fetch,
-    granule,
-    read_checked,
-    scratch_bytes,
-    units_of,
-)
+from shardkeep.fetch import Checker, fetch, read_checked
 from shardkeep.memory import is_direct
 from shardkeep.nogc import no_gc
+from shardkeep.ranges import Archive, Flat, Segment, Strided, Unit, granule, scratch_bytes, units_of
 from shardkeep.reshard import Finder, blocks, contiguous_in, copies, show, start_of, strides
 from shardkeep.storage import Buffer, Reader, Storage
 from shardkeep.types import Box, Item, TensorInfo, dtype_name, dtype_named, whole
@@ -184,19 +174,37 @@ def read_tensors(
     when tensors may be partly filled.
     """
     check_targets(catalog, targets)
+    planned = [(device, *_plan(storage, catalog, group, config)) for device, group in _by_device(targets)]
+    num_bytes = read_bytes = 0
+    for device, units, placed in planned:
+        num_bytes += placed
+        read_bytes += fetch(storage, catalog, units, config, device) if units else 0
+    return num_bytes, read_bytes
+
+
+def _by_device(targets: Sequence[Target]) -> list[tuple[torch.device | None, Sequence[Target]]]:
+    """Targets on the CPU and on one device are read together; each further device has its own round."""
+    devices = sorted({t.tensor.device for t in targets if t.tensor.device.type == "cuda"}, key=str)
+    if len(devices) <= 1:
+        return [(devices[0] if devices else None, targets)]
+    return [
+        (d, [t for t in targets if t.tensor.device == d or (n == 0 and t.tensor.device.type == "cpu")])
+        for n, d in enumerate(devices)
+    ]
+
+
+def _plan(
+    storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config
+) -> tuple[list[Unit], int]:
+    """The reads that fill `targets`, and the payload bytes that they place."""
     planner = _Planner(storage, catalog, config)
     try:
         with no_gc():
             for target in targets:
                 planner.add(target)
-            units = planner.units()
+            return planner.units(), planner.num_bytes
     finally:
         planner.close()
-    devices = {t.tensor.device for t in targets if t.tensor.device.type == "cuda"}
-    device = next(iter(devices)) if devices else None
-    if not units:
-        return planner.num_bytes, 0
-    return planner.num_bytes, fetch(storage, catalog, units, config, device)
 
 
 class _Planner:
@@ -224,7 +232,10 @@ class _Planner:
         dtype = _dtype(self._catalog.tensors[key].dtype)
         itemsize = dtype.itemsize
         tensor, box = target.tensor, target.box
-        direct = tensor.dtype is dtype and is_direct(tensor)
+        same = (
+            tensor.dtype is dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        )
+        direct = same and tensor.device.type == "cpu"
         for item, part in copies(key, box, finder, partial=target.clip):
             self.num_bytes += part.numel * itemsize
             payload = item.payload_offset if item.payload_offset >= 0 else self._payload(item)
@@ -233,29 +244,32 @@ class _Planner:
                 self._add_archive(item, part, box, tensor.detach())
             elif direct and part is box and item.box == box:  # the layout has not changed
                 self._to(item.file).append(Segment(payload, payload + item.num_bytes, tensor.data_ptr()))
-            elif direct and contiguous_in(item.box, part) and contiguous_in(box, part):
+            elif same and contiguous_in(item.box, part) and contiguous_in(box, part):
                 start = payload + start_of(item.box, part) * itemsize
-                address = tensor.data_ptr() + start_of(box, part) * itemsize
-                self._to(item.file).append(Segment(start, start + part.numel * itemsize, address))
+                self._add_plain(
+                    item.file, start, part.numel * itemsize, tensor, start_of(box, part) * itemsize
+                )
             else:
-                self._add_strided(item, part, box, tensor.detach(), payload, itemsize)
+                self._add_strided(item, part, box, tensor.detach(), payload, dtype)
+
+    def _add_plain(self, file: str, start: int, num_bytes: int, tensor: torch.Tensor, at: int) -> None:
+        if tensor.device.type == "cpu":
+            segment = Segment(start, start + num_bytes, tensor.data_ptr() + at)
+        else:
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            segment = Segment(start, start + num_bytes, 0, Flat(flat[at : at + num_bytes]))
+        self._to(file).append(segment)
 
     def _add_strided(
-        self, item: Item, part: Box, box: Box, tensor: torch.Tensor, payload: int, itemsize: int
+        self, item: Item, part: Box, box: Box, tensor: torch.Tensor, payload: int, dtype: torch.dtype
     ) -> None:
         out = tensor.view(box.shape)
         steps = strides(item.box.shape)
         segments = self._to(item.file)
-        room = max(itemsize, self._scratch - 2 * self._chunk if self._chunk > 1 else self._scratch)
-        for start, span, sub in blocks(item.box, part, itemsize, room, self._hole):
-            segments.append(
-                Segment(
-                    payload + start,
-                    payload + start + span,
-                    0,
-                    Strided(out[sub.slices_in(box)], item.dtype, steps),
-                )
-            )
+        room = max(dtype.itemsize, self._scratch - 2 * self._chunk if self._chunk > 1 else self._scratch)
+        for start, span, sub in blocks(item.box, part, dtype.itemsize, room, self._hole):
+            into = Strided(out[sub.slices_in(box)], dtype, steps)
+            segments.append(Segment(payload + start, payload + start + span, 0, into))
 
     def _add_archive(self, item: Item, part: Box, box: Box, tensor: torch.Tensor) -> None:
         out = tensor.view(box.shape)[part.slices_in(box)]

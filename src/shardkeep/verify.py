@@ -15,8 +15,9 @@ from shardkeep import archive
 from shardkeep.catalog import Catalog, Verdict, judge, read_foreign, read_ours, size_problems
 from shardkeep.config import Config, resolve
 from shardkeep.errors import Corrupt, NotCommitted, ShardkeepError
-from shardkeep.fetch import DIGEST_BYTES, DIRECT_BYTES, Checker, read_checked
+from shardkeep.fetch import DIGEST_BYTES, Checker, read_checked
 from shardkeep.manifest import MANIFEST, attempt_manifest_name, digest
+from shardkeep.ranges import DIRECT_BYTES
 from shardkeep.reshard import first_gap, overlap, show
 from shardkeep.storage import Storage, storage_for
 from shardkeep.types import Item, Manifest, VerifyReport, dtype_named, whole
