@@ -245,8 +245,7 @@ class _Worker:
         read_checked(reader, self._checker, unit.file, self._url, unit.start, into)
 
     def _slot(self, unit: Unit) -> torch.Tensor:
-        """Scratch that no copy to the device is still reading, such that the first segment lies aligned in
-        it."""
+        """Scratch that no copy to the device is still reading, with the first segment aligned in it."""
         if not self._slots:
             pinned = self._device is not None
             self._slots = [
@@ -274,9 +273,8 @@ class _Worker:
 
     def _to_device(self, out: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
-            out.copy_(
-                source, non_blocking=True
-            )  # in stream order; pageable memory is copied before this returns
+            # in stream order; a pageable source has been read when this returns
+            out.copy_(source, non_blocking=True)
 
     def _load_archive(self, reader: Reader, unit: Unit, archive: Archive) -> None:
         from shardkeep.load import load_value
