@@ -1,8 +1,8 @@
 """Results of all ranks -> a committed checkpoint. Runs on rank 0; docs/format.md has the order of writing.
 
 Invariants: nothing that the previous checkpoint's manifest lists is touched before the new manifest is in
-place; the manifest is written last, in one step; only then do older files go. So a crash between any two
-operations leaves, for our readers, the old checkpoint whole or the new one.
+place; one put is the commit, of the manifest (see `_in_order`); only then do older files go. So a crash
+between any two operations leaves, for our readers, the old checkpoint whole or the new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from shardkeep import manifest as names
 from shardkeep import vanilla
-from shardkeep.catalog import is_committed
+from shardkeep.catalog import METADATA, is_committed, judge
 from shardkeep.config import Config
 from shardkeep.errors import AlreadyCommitted
 from shardkeep.storage import Storage
@@ -89,21 +89,12 @@ def commit(
             len(results),
             config,
         )
+        published = _in_order(storage, manifest, fixed)
+        before = {name: storage.get(name) for name in storage.sizes() if name in published}
     except BaseException:
-        remove_files(
-            storage,
-            [
-                *files,
-                names.common_name(attempt),
-                names.index_name(attempt),
-                names.attempt_manifest_name(attempt),
-                names.nonce_name(attempt),
-            ],
-        )
+        abandon(storage, attempt)
         raise
-    # From here on the attempt is whole and its index explains the fixed-name files: whatever fails, nothing
-    # is removed.
-    _publish(storage, manifest, fixed, config)
+    _publish(storage, manifest, published, before, config)
     if not target.keep_previous:
         clean_up(storage, manifest, durable=config.durable)
     return manifest
@@ -132,25 +123,75 @@ def _prepare(target: Target, index: Index, world_size: int, config: Config) -> M
     return manifest
 
 
-def _publish(storage: Storage, manifest: Manifest, fixed: dict[str, bytes], config: Config) -> None:
-    """Fixed-name files for other readers, then the manifest, which is the commit."""
-    for name, data in fixed.items():
-        storage.put(name, data, durable=config.durable)
-    storage.put(names.MANIFEST, names.encode_manifest(manifest), durable=config.durable)
+def _in_order(storage: Storage, manifest: Manifest, fixed: dict[str, bytes]) -> dict[str, bytes]:
+    """What `_publish` puts, and when: fixed-name files for other readers, then the manifest, the commit.
+
+    Over another tool's checkpoint the manifest comes first: `.metadata` is what that tool committed by, so
+    replacing it is the moment at which the directory becomes ours.
+    """
+    files = fixed | {names.MANIFEST: names.encode_manifest(manifest)}
+    first = (names.MANIFEST, METADATA) if judge(storage).foreign else ()
+    return {name: files[name] for name in first} | files
+
+
+def _publish(
+    storage: Storage, manifest: Manifest, files: dict[str, bytes], before: dict[str, bytes], config: Config
+) -> None:
+    """Put the files that make the attempt the checkpoint; if the storage refuses, what was there `before`."""
+    commits = METADATA if next(iter(files)) == names.MANIFEST else names.MANIFEST
+    try:
+        for name, data in files.items():
+            storage.put(name, data, durable=config.durable)
+    except Exception:
+        if not _may_hold(storage, commits, files[commits]):
+            _take_back(storage, manifest, {name: before.get(name) for name in files}, config)
+        raise
     _sync(storage, config)
+
+
+def _may_hold(storage: Storage, name: str, data: bytes) -> bool:
+    """Whether a file may be in place although its put has failed."""
+    try:
+        return storage.get(name) == data
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def _take_back(storage: Storage, manifest: Manifest, before: dict[str, bytes | None], config: Config) -> None:
+    """Undo a commit that failed half-way: also other readers find again what there was.
+
+    The data goes first, which makes room; the attempt's manifest last, since it explains `.metadata` to our
+    readers until that is the old one again.
+    """
+    remove_files(storage, list(manifest.files))
+    try:
+        for name, data in before.items():
+            if data is None:
+                storage.delete(name)
+            else:
+                storage.put(name, data, durable=config.durable)
+    except OSError as e:
+        log.warning("other tools cannot read %s until the next save: %s", storage.url, e)
+    else:
+        abandon(storage, manifest.attempt)
 
 
 def clean_up(storage: Storage, manifest: Manifest, *, durable: bool) -> None:
     """After the commit: remove what older attempts, ours or another tool's, and dead ones left in the
-    directory.
+    directory. What cannot be removed waits for the next save: the checkpoint is committed.
     """
     keep = {*manifest.files, names.attempt_manifest_name(manifest.attempt), names.MANIFEST, *manifest.fixed}
-    garbage = [
-        n for n in storage.sizes() if n not in keep and (names.is_attempt_file(n) or n in _FIXED_NAMES)
-    ]
-    remove_files(storage, garbage)
-    if durable and garbage:
-        storage.sync()
+    try:
+        garbage = [
+            n for n in storage.sizes() if n not in keep and (names.is_attempt_file(n) or n in _FIXED_NAMES)
+        ]
+        remove_files(storage, garbage)
+        if durable and garbage:
+            storage.sync()
+    except OSError as e:
+        log.warning("could not clear older files from %s: %s", storage.url, e)
 
 
 def remove_files(storage: Storage, files: list[str]) -> None:
