@@ -22,6 +22,7 @@ from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import InvalidState, LoadFailed, NoSpace
+from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage
 from shardkeep.types import Captured, ShardHeader, Target, TensorInfo
 
@@ -114,10 +115,11 @@ def _make_plan(
     raw = ranks.gather("headers", msgspec.to_builtins(headers))
     shares, infos, num_bytes = None, {}, 0
     if raw is not None:
-        everyone = msgspec.convert(raw, list[list[ShardHeader]])
-        shares = plan.assign(everyone, captured.dialect, check=target.check_cover)
-        infos = plan.tensors(everyone)
-        num_bytes = sum(everyone[rank][i].num_bytes for rank, share in enumerate(shares) for i in share)
+        with no_gc():
+            everyone = msgspec.convert(raw, list[list[ShardHeader]])
+            shares = plan.assign(everyone, captured.dialect, check=target.check_cover)
+            infos = plan.tensors(everyone)
+            num_bytes = sum(everyone[rank][i].num_bytes for rank, share in enumerate(shares) for i in share)
     mine = ranks.scatter("shares", shares)
     _plans[plan_id] = _Plan(chosen=mine, all_chosen=shares or [], tensors=infos, num_bytes=num_bytes)
     while len(_plans) > _REMEMBERED_PLANS:

@@ -34,6 +34,7 @@ from shardkeep.freeze import Frozen, freeze
 from shardkeep.handle import SaveHandle, background
 from shardkeep.load import check_targets, load_value, read_common, read_object, read_tensors
 from shardkeep.manifest import MANIFEST
+from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
 from shardkeep.restore import Difference, Template, compare, require_equal, template
 from shardkeep.storage import Storage, storage_for
@@ -76,6 +77,7 @@ def save_async(
 def save_to(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveReport:
     """`save` with the rules of a `Target`."""
     begun = begin(state, target, resolve(config), snapshot=False)
+    background.wait_all()  # saves commit in the order in which they were begun
     report = finish(begun)
     return replace(report, stall_s=begun.phases.total_s())
 
@@ -126,7 +128,7 @@ def begin(
     try:
         with sharing(ranks, SaveFailed):
             background.raise_unseen()
-            with phases("capture"):
+            with phases("capture"), no_gc():
                 captured = take_apart(state)
             with phases("plan"):
                 agreement = agree(ranks, captured, target, config)
@@ -176,14 +178,15 @@ def finish(begun: Begun) -> SaveReport:
 def _write(begun: Begun) -> RankResult:
     """This rank's files, durable; on an error none of them is left."""
     target, frozen, attempt = begun.target, begun.frozen, begun.agreement.attempt
-    files = plan.layout(
-        frozen.headers,
-        begun.agreement.chosen,
-        frozen.payloads,
-        rank=begun.ranks.rank,
-        attempt=attempt,
-        config=begun.config,
-    )
+    with no_gc():
+        files = plan.layout(
+            frozen.headers,
+            begun.agreement.chosen,
+            frozen.payloads,
+            rank=begun.ranks.rank,
+            attempt=attempt,
+            config=begun.config,
+        )
     job = write.Job(
         storage=target.storage,
         files=files,
@@ -217,15 +220,16 @@ def _commit(begun: Begun, result: RankResult) -> Manifest:
     manifest = None
     if results is not None:
         frozen, agreement = begun.frozen, begun.agreement
-        manifest = commit.commit(
-            begun.target,
-            agreement.attempt,
-            msgspec.convert(results, list[RankResult]),
-            dialect=frozen.dialect,
-            tensors=agreement.tensors,
-            common=frozen.common,
-            config=begun.config,
-        )
+        with no_gc():
+            manifest = commit.commit(
+                begun.target,
+                agreement.attempt,
+                msgspec.convert(results, list[RankResult]),
+                dialect=frozen.dialect,
+                tensors=agreement.tensors,
+                common=frozen.common,
+                config=begun.config,
+            )
     return msgspec.convert(begun.ranks.broadcast("committed", msgspec.to_builtins(manifest)), Manifest)
 
 
