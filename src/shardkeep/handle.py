@@ -9,12 +9,11 @@ so.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shardkeep.errors import Cancelled
 
@@ -27,13 +26,14 @@ class Handle(Generic[T]):
     """Work in a thread: `handle.wait()` or `await handle` gives its result or raises its error."""
 
     def __init__(self) -> None:
-        self._result: Future[T] = Future()
+        self._result: Future[T] = _started()
         self._asked = False
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the work has ended; its result, its error, or TimeoutError."""
+        self._result.exception(timeout_s)  # a wait that times out has not seen the outcome
         self._asked = True
-        return self._result.result(timeout_s)
+        return self._result.result()
 
     def done(self) -> bool:
         """Whether the work has ended; raises its error if it failed."""
@@ -45,13 +45,20 @@ class Handle(Generic[T]):
         """Whether the work has ended, well or badly."""
         return self._result.done()
 
+    def join(self) -> None:
+        """Block until the work has ended, without a look at the outcome."""
+        self._result.exception()
+
     def unseen_error(self) -> BaseException | None:
         """The error of work that has failed and whose handle nobody asked."""
         return self._result.exception() if self.ended() and not self._asked else None
 
     def __await__(self) -> Generator[object, None, T]:
-        self._asked = True
-        return asyncio.wrap_future(self._result).__await__()
+        waiting = asyncio.wrap_future(self._result)
+        try:
+            return (yield from waiting.__await__())
+        finally:
+            self._asked = self._asked or not waiting.cancelled()
 
     def run(self, work: Callable[[], T]) -> None:
         """Do the work on the calling thread and settle the handle."""
@@ -66,7 +73,7 @@ class SaveHandle(Handle[T]):
 
     def __init__(self, cancel: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._captured: Future[None] = Future()
+        self._captured: Future[None] = _started()
         self._cancel = cancel
 
     def wait_captured(self, timeout_s: float | None = None) -> None:
@@ -87,12 +94,24 @@ class SaveHandle(Handle[T]):
         self._captured.set_result(None)
 
     def run(self, work: Callable[[], T]) -> None:
-        super().run(work)
+        def logged() -> T:
+            try:
+                return work()
+            except BaseException as e:
+                log.error("save failed: %s", e)
+                raise
+
+        super().run(logged)
         error = self._result.exception()
-        if error:
-            log.error("save failed: %s", error)
         if not self._captured.done():
             self._captured.set_exception(error) if error else self._captured.set_result(None)
+
+
+def _started() -> Future[Any]:
+    """A future that those who wait for it cannot cancel, as `asyncio.wait_for` would."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class Background:
@@ -102,7 +121,8 @@ class Background:
         self._pool = ThreadPoolExecutor(1, "shardkeep-save")
         self._handles: list[SaveHandle[object]] = []
         self._lock = threading.Lock()
-        atexit.register(self._say_waiting)
+        # Before the interpreter waits for the pool; `atexit` would call it afterwards.
+        threading._register_atexit(self._say_waiting)  # type: ignore[attr-defined]
 
     def submit(self, work: Callable[[], T], cancel: Callable[[], object] | None = None) -> SaveHandle[T]:
         """Queue the rest of a save whose state is already copied."""
@@ -118,12 +138,17 @@ class Background:
         save.
         """
         with self._lock:
-            ended = [h for h in self._handles if h.ended()]
-            self._handles = [h for h in self._handles if not h.ended()]
-        for handle in ended:
-            error = handle.unseen_error()
-            if error and not isinstance(error, Cancelled):
-                raise error
+            while self._handles and self._handles[0].ended():
+                error = self._handles.pop(0).unseen_error()
+                if error and not isinstance(error, Cancelled):
+                    raise error
+
+    def wait_all(self) -> None:
+        """Block until the saves begun so far have ended, well or badly."""
+        with self._lock:
+            handles = list(self._handles)
+        for handle in handles:
+            handle.join()
 
     def in_flight(self) -> int:
         with self._lock:
