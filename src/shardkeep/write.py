@@ -23,6 +23,7 @@ from shardkeep.storage import Storage, Writer
 from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
 _MAX_PARTS = 256
+_BATCH_BYTES = 512 << 10  # hashed, then written: small enough to be in the core's cache for both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +140,14 @@ def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> N
         box = shard.header.box
         tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
         if is_direct(tensor):
-            for part in _parts(host_bytes(tensor), sink.chunk_bytes):
+            for part in _parts(host_bytes(tensor), _BATCH_BYTES):
                 _check_stop(job)
                 sink.add(part)
         else:
             for block in stager.blocks(tensor):
                 _check_stop(job)
-                sink.add(block)
+                for part in _parts(block, _BATCH_BYTES):
+                    sink.add(part)
                 sink.flush()  # the slot is refilled next
     sink.add(piece.tail)
 
@@ -161,10 +163,10 @@ def _parts(view: memoryview, size: int) -> Iterator[memoryview]:
 
 
 class _Sink:
-    """Collects parts and writes them about a chunk at a time, hashing each chunk of the file."""
+    """Collects parts and writes them about a batch at a time, hashing each chunk of the file."""
 
     def __init__(self, writer: Writer, config: Config) -> None:
-        self.chunk_bytes = config.chunk_bytes
+        self._chunk_bytes = config.chunk_bytes
         self.size = 0
         self._writer = writer
         self._hashing = config.checksum != "none"
@@ -180,7 +182,7 @@ class _Sink:
             return
         self._pending.append(part)
         self._pending_bytes += len(part)
-        if self._pending_bytes >= self.chunk_bytes or len(self._pending) >= _MAX_PARTS:
+        if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _MAX_PARTS:
             self.flush()
 
     def flush(self) -> None:
@@ -194,7 +196,7 @@ class _Sink:
 
     def checksums(self) -> bytes:
         """The digests of all chunks, the last one included; call once, at the end."""
-        if self._hashing and self._room < self.chunk_bytes:
+        if self._hashing and self._room < self._chunk_bytes:
             self._digests.append(self._hasher.digest())
         return b"".join(self._digests)
 
@@ -204,7 +206,7 @@ class _Sink:
             self._digests.append(self._hasher.digest())
             part = part[self._room :]
             self._hasher.reset()
-            self._room = self.chunk_bytes
+            self._room = self._chunk_bytes
         if part:
             self._hasher.update(part)
             self._room -= len(part)
