@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -257,16 +259,22 @@ def test_a_later_save_of_the_same_path_is_the_one_that_stays(
     assert sk.verify(tmp_path / "a").ok
 
 
-def test_a_failed_save_is_raised_by_the_next_and_then_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    sk.save_async(state(), tmp_path / "b").wait(60)
-    handle = sk.save_async(state(), tmp_path / "c")
-    handle.wait(60)
-    broken = sk.save_async(state(), tmp_path / "d")
-    broken.wait_captured()
-    process_background.wait_all()
-    assert broken.wait().num_files > 0
-    sk.save(state(), tmp_path / "e")
+def test_a_failed_save_is_raised_by_the_next_which_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(LocalStorage):
+        def create(self, name: str):  # type: ignore[no-untyped-def] # a LocalWriter
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardkeep.checkpointer.storage_for", Full)
+        sk.save_async(state(), tmp_path / "a")
+        process_background.wait_all()
+    with pytest.raises(SaveFailed, match="No space left on device"):
+        sk.save(state(), tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
+    sk.save(state(), tmp_path / "b")
+    assert loaded(tmp_path / "b") == 1.0
 
 
 def test_snapshots_use_the_same_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 from shardkeep.errors import DeadlineExceeded, ShardkeepError, from_wire, to_wire
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 log = logging.getLogger("shardkeep")
 
@@ -91,16 +92,27 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
         yield
     except RemoteError as e:
         coordinator.finish()
-        raise e.error from None
+        raise _marked(e.error) from None
     except Exception as e:
         own = as_shared(e, coordinator, failure)
         shared = coordinator.fail(own)
         coordinator.finish()
-        raise shared from (e if shared is own and e is not own else None)
+        raise _marked(shared) from (e if shared is own and e is not own else None)
     except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
         coordinator.fail(as_shared(e, coordinator, failure))
         coordinator.finish()
+        _marked(e)
         raise
+
+
+def _marked(error: E) -> E:
+    error.__dict__["shardkeep_is_shared"] = True
+    return error
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether a session has raised this error, so that every rank knows of it."""
+    return "shardkeep_is_shared" in error.__dict__
 
 
 def as_shared(
@@ -231,7 +243,7 @@ class _Meeting:
         want of it. With another purpose that is plain. With the same, the rank may also be late for this very
         call: it takes the error once; if the next session was given up for want of it too, it moves on.
         """
-        if stale["purpose"] != purpose:
+        if stale["purpose"] != purpose and not _is_part(purpose, stale["purpose"]):
             return False
         was_behind, self._was_behind = self._was_behind, self.rank in stale["missing"]
         return not (was_behind and self._was_behind)
@@ -240,6 +252,12 @@ class _Meeting:
         key = f"who/{rank}"
         known = self.call(lambda: self.store.get(key) if self.store.check([key]) else None, _ANSWER_S)
         return f"rank {rank} ({known.decode()})" if known else f"rank {rank} (never connected)"
+
+
+def _is_part(purpose: str, of: str) -> bool:
+    """Whether a save is one of a step that has failed."""
+    kind, _, url = of.partition(" ")
+    return kind == "step" and purpose.partition(" ")[2].startswith(f"{url}/")
 
 
 def _end(call: _Caller, store: Any, is_host: bool, finished: list[str]) -> None:

@@ -23,6 +23,8 @@ STEP_MANIFEST = "shardkeep.step.json"
 
 _OURS = re.compile(r"__\d+_\d+\.distcp|shardkeep\.\d{17}\.(index|common|json|nonce)|.*\.tmp")
 
+_WITH_ATTEMPT = re.compile(r"__\d+_\d{20}\.distcp|shardkeep\.\d{17}\.(index|common|json|nonce)")
+
 T = TypeVar("T")
 
 
@@ -50,6 +52,11 @@ def nonce_name(attempt: str) -> str:
 def is_attempt_file(name: str) -> bool:
     """Whether a name is one that attempts (ours or vanilla's) write, so that a later commit may remove it."""
     return _OURS.fullmatch(name) is not None
+
+
+def is_of_ours(name: str) -> bool:
+    """Whether a name is one that an attempt of ours writes, and nobody else."""
+    return _WITH_ATTEMPT.fullmatch(name) is not None
 
 
 def digest(data: bytes) -> str:

@@ -11,6 +11,7 @@ Discovery always goes by what is committed; pointer files of other tools are nev
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ import msgspec
 from shardkeep import checkpointer
 from shardkeep import manifest as names
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, as_shared, open_session, sharing
+from shardkeep.coordinate import Coordinator, as_shared, is_shared, open_session, sharing
 from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
 from shardkeep.handle import SaveHandle, background
 from shardkeep.restore import template
@@ -33,6 +34,8 @@ from shardkeep.retention import remove_step, surplus
 from shardkeep.step import StepManifest, commit_step, read_step
 from shardkeep.storage import Storage, storage_for
 from shardkeep.types import SaveReport, StepReport, Target
+
+log = logging.getLogger("shardkeep")
 
 _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -118,14 +121,15 @@ class Run:
         with checkpointer.shared_load(f"load {self._root.url}", self._config) as ranks:
             found = ranks.broadcast("step", self._choose(step) if ranks.rank == 0 else None)
         chosen, attempts = found
+        absent = next((name for name in components if name not in attempts), None)
+        if absent is not None:
+            raise NotCommitted(
+                f"step {chosen} has no component '{absent}'",
+                path=self.storage_of(chosen).url,
+                expected=absent,
+                got=", ".join(sorted(attempts)),
+            )
         for name, state in components.items():
-            if name not in attempts:
-                raise NotCommitted(
-                    f"step {chosen} has no component '{name}'",
-                    path=self.storage_of(chosen).url,
-                    expected=name,
-                    got=", ".join(sorted(attempts)),
-                )
             checkpointer.load_from(
                 self.storage_of(chosen).child(name),
                 self._config,
@@ -157,12 +161,25 @@ class Run:
         report = commit_step(self.storage_of(step), step, reports, durable=self._config.durable)
         if self._config.durable:
             self._root.sync()
-        for old in surplus(self.steps(), self._keep, self._keep_every):
-            remove_step(self.storage_of(old), durable=self._config.durable)
-        for dead in self._numbered():  # older steps that never committed can no longer do so
-            if dead < step and not read_step(self.storage_of(dead)):
-                self._remove_dead(dead)
+        try:
+            self._prune(step)
+        except OSError as e:
+            log.warning("step %d is committed, but older ones could not be looked through: %s", step, e)
         return report
+
+    def _prune(self, committed: int) -> None:
+        """Remove surplus steps (never the one just committed, though a run taken up from an older step has
+        newer ones) and older ones that never committed, since they can no longer do so.
+        """
+        old = surplus(self.steps(), self._keep, self._keep_every)
+        dead = [s for s in self._numbered() if s < committed and self._is_dead(self.storage_of(s))]
+        for step in [s for s in old if s != committed] + dead:
+            try:
+                remove_step(self.storage_of(step), durable=self._config.durable)
+            except OSError as e:
+                log.warning(
+                    "could not remove %s, which is no longer needed: %s", self.storage_of(step).url, e
+                )
 
     def step_manifest(self, step: int | None) -> StepManifest:
         """The manifest of a committed step (None: the latest). NotCommitted, with what there is."""
@@ -199,16 +216,16 @@ class Run:
         found = (pattern.fullmatch(name) for name in self._root.directories())
         return [int(m[1]) for m in found if m and self._step_name.format(int(m[1])) == m[0]]
 
-    def _remove_dead(self, step: int) -> None:
-        """Remove a step directory that holds nothing but what an interrupted save of ours left there."""
-        storage = self.storage_of(step)
-        ours = all(self._is_ours(storage.child(c)) for c in storage.directories())
-        if ours and set(storage.sizes()) <= {names.STEP_MANIFEST, f"{names.STEP_MANIFEST}.tmp"}:
-            remove_step(storage, durable=self._config.durable)
-
     @staticmethod
-    def _is_ours(component: Storage) -> bool:
-        return any(n.startswith("shardkeep.") for n in component.sizes()) or not component.sizes()
+    def _is_dead(step: Storage) -> bool:
+        """Whether a directory holds nothing but what an interrupted save or removal of ours has left."""
+        ours = all(_is_ours(step.child(component)) for component in step.directories())
+        return ours and set(step.sizes()) <= {f"{names.STEP_MANIFEST}.tmp"}
+
+
+def _is_ours(component: Storage) -> bool:
+    files = component.sizes()
+    return any(map(names.is_of_ours, files)) or not (files or component.directories())
 
 
 @dataclass(slots=True)
@@ -245,6 +262,8 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and is_shared(error):
+            return
         if error is not None:
             with suppress(SaveFailed):  # rank 0 is gone: nobody to tell, and the error at hand says more
                 ranks = self.run._session(self.number)

@@ -142,9 +142,10 @@ class FaultyStorage:
 
     def remove_tree(self) -> None:
         def half() -> None:
-            names = sorted(self._inner.sizes())
-            for name in names[: len(names) // 2]:
-                self._inner.delete(name)
+            for storage in (self._inner, *map(self._inner.child, self._inner.directories())):
+                names = sorted(storage.sizes())
+                for name in names[len(names) // 2 :]:
+                    storage.delete(name)
 
         self._faults.perform("remove_tree", self.url, self._inner.remove_tree, half)
 
