@@ -1,6 +1,7 @@
 """The states of the golden checkpoints, and how they were made: `python tests/golden_states.py <version>`.
 
-A golden checkpoint is never made again for the same format version: it stands for what older releases have written.
+A golden checkpoint is never made again for the same format version: it stands for what older releases have
+written.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import golden_states
 import pytest
 import torch
 
+import golden_states
 import shardkeep as sk
 
 VERSIONS = sorted(p.name for p in golden_states.GOLDEN.iterdir())
