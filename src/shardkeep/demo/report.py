@@ -52,11 +52,11 @@ class Display:
         getattr(self, f"_on_{event['kind']}")(event)
 
     def _on_starting(self, event: Event) -> None:
+        self._stop_bar()
         self._say("starting two actors")
 
     def _on_run(self, event: Event) -> None:
-        if self._bar is not None:
-            self.bars.stop_task(self._bar)
+        self._stop_bar()
         title = f"{event['run']}, {event['layout']}"
         self._bar = self.bars.add_task(title, total=self.config.steps, note="")
         self._say(f"== {title}")
@@ -96,6 +96,10 @@ class Display:
         """Show shardkeep's line per phase as one rank sees it; the record has those of all."""
         if event["source"] == "policy rank 0":
             self._say(f"  rank 0: {event['text'].replace(f'{self.checkpoints}/', '')}", style="dim")
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self.bars.stop_task(self._bar)
 
     def _say(self, text: str, style: str | None = None) -> None:
         elapsed_s = time.monotonic() - self.started_s

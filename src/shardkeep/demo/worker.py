@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 from pathlib import Path
@@ -47,14 +48,14 @@ class MegatronPolicyWorker(CheckpointActor):
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         address = f"tcp://{host}:{port}"
         dist.init_process_group(backend, init_method=address, rank=self.rank, world_size=WORLD_SIZE)
+        importlib.import_module("shardkeep.demo.strategy")
+        gc.freeze()  # Megatron collects garbage for every checkpoint: spare it the modules
 
     def build(self, recipe: GrpoConfig, layout: Layout, seed: int) -> None:
         """Build the policy under `layout`; one from before is dropped."""
         from shardkeep.demo.strategy import MegatronStrategy
 
         self.strategy = MegatronStrategy(recipe, layout, seed)
-        gc.collect()
-        gc.freeze()  # Megatron collects garbage for every checkpoint: spare it the modules loaded so far
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What `Dispatch.save` saves of this rank, and what `Dispatch.restore` loads into."""
