@@ -24,7 +24,6 @@ import shardkeep as sk
 from fault_cases import CHANGES, CONFIG, Unsynced, empty, small_files, state, strays
 from shardkeep.errors import Cancelled, InvalidState, NotCommitted, SaveFailed, ShardkeepError
 from shardkeep.handle import background
-from shardkeep.retention import surplus
 from shardkeep.storage.local import LocalStorage
 from shardkeep.testing.cluster import ClusterPool
 from shardkeep.testing.faults import Died, Faults, FaultyStorage, die, fail_with, kill
@@ -119,22 +118,6 @@ def test_an_exception_discards_the_step(tmp_path: Path) -> None:
     save_step(run, 3, 3)
     assert run.steps() == [1, 3]
     assert not (tmp_path / "step_2").exists()  # what was discarded goes with the next commit
-
-
-@pytest.mark.parametrize(
-    ("steps", "keep", "keep_every", "gone"),
-    [
-        ([1, 2, 3], None, None, []),
-        ([1, 2, 3], 3, None, []),
-        ([1, 2, 3, 4], 2, None, [1, 2]),
-        ([4, 1, 3, 2], 1, None, [1, 2, 3]),
-        ([10, 15, 20, 25, 30], 1, 10, [15, 25]),
-        ([0, 5, 7, 9], 1, 5, [7]),
-        ([], 1, 5, []),
-    ],
-)
-def test_surplus_steps(steps: list[int], keep: int | None, keep_every: int | None, gone: list[int]) -> None:
-    assert surplus(steps, keep, keep_every) == gone
 
 
 def test_old_steps_go_after_a_newer_one_is_committed(tmp_path: Path) -> None:
