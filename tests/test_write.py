@@ -206,8 +206,9 @@ def test_an_error_at_any_operation_is_raised_and_leaves_no_thread(
     assert writer_threads() == []
 
 
-def test_one_failing_file_stops_the_others(tmp_path: Path) -> None:
+def test_one_failing_file_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not write on for minutes while the outcome is known."""
+    monkeypatch.setattr(write, "_BATCH_BYTES", 4096)
     faults = Faults(at=0, strike=fail_with(errno.EIO), kinds=frozenset({"append"}))
     with pytest.raises(OSError, match="Input/output error"):
         write_state(

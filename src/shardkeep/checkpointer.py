@@ -274,13 +274,13 @@ def load_from(
             absent = frozenset(difference.missing)
             targets = [t for t in wanted.targets if t.key not in absent]
             check_targets(catalog, targets)
-            ranks.settle("checked")
         with phases("read"):
-            num_bytes, read_bytes = read_tensors(storage, catalog, targets, config)
             values = {
                 k: load_value(read_object(storage, catalog, k), k) for k in wanted.values if k not in absent
             }
             common = read_common(storage, catalog)
+            ranks.settle("checked")  # nothing of the caller's has changed on any rank
+            num_bytes, read_bytes = read_tensors(storage, catalog, targets, config)
         with phases("restore"):
             wanted.restore(values, common, absent)
             ranks.settle("loaded")
