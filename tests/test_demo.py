@@ -152,11 +152,11 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
 
     events = list(EventLog(root / "events.jsonl"))
     checks = [event for event in events if event["kind"] == "check"]
-    assert len(checks) == 7
+    assert len(checks) == 8
     assert all(event["held"] for event in checks)
     assert [event["step"] for event in events if event["kind"] == "killed"] == [9]
     assert [event["step"] for event in events if event["kind"] == "resumed"] == [6, 6]
     assert [event["step"] for event in events if event["kind"] == "saved"] == [3, 6, 9, 12]
-    for shown in ("resumed from here", "rank 1 killed; not committed", "7 of 7 checks held"):
+    for shown in ("resumed from here", "rank 1 killed; not committed", "8 of 8 checks held"):
         assert shown in done.stdout
     assert (root / "reward.png").read_bytes().startswith(b"\x89PNG")
