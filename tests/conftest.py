@@ -53,3 +53,8 @@ def ray_local() -> Iterator[ModuleType]:
     )
     yield ray
     ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The Ray tests first: one group, since there is one Ray at a time, and the longest that a worker has."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)

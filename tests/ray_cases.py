@@ -90,3 +90,13 @@ class FailingRank(PlainRank):
         if self.rank == 1 and self.slow_s:
             raise FloatingPointError("moments are not finite")
         return self.state
+
+
+class ElsewhereRank(PlainRank):
+    def shardkeep_start(self, token: str, target: Any, config: Any) -> float:
+        from dataclasses import replace
+
+        from shardkeep.storage.local import LocalStorage
+
+        moved = replace(target, storage=LocalStorage(f"{target.storage.url}-elsewhere"))
+        return super().shardkeep_start(token, moved, config)

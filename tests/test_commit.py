@@ -25,7 +25,7 @@ from fault_cases import (
     struck,
     whole,
 )
-from shardkeep.errors import InputError, SaveFailed
+from shardkeep.errors import AlreadyCommitted, InputError, SaveFailed
 from shardkeep.storage import Storage
 from shardkeep.testing.faults import Died, Faults, die, fail_with
 
@@ -209,11 +209,32 @@ def test_the_manifest_is_written_after_all_that_it_names(tmp_path: Path, save: A
 
 def test_nothing_of_others_in_the_directory_is_touched(tmp_path: Path) -> None:
     ours(tmp_path)
-    for name in ("notes.txt", "tokenizer.model", "events.distcp", "model.safetensors"):
+    for name in THEIRS - {"hf"}:
         (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "hf").mkdir()
     save_2(Unsynced(tmp_path))
     assert whole(tmp_path) == 2
-    assert {p.name for p in tmp_path.iterdir() if p.is_dir() or p.read_bytes() == b"mine"} == {
-        *("notes.txt", "tokenizer.model", "events.distcp", "model.safetensors", "hf")
-    }
+    assert {p.name for p in tmp_path.iterdir() if p.is_dir() or p.read_bytes() == b"mine"} == {*THEIRS}
+
+
+THEIRS = {"notes.txt", "notes.txt.tmp", "tokenizer.model", "events.distcp", "model.safetensors", "hf"}
+
+
+def test_the_nonce_of_a_save_that_has_begun_since_is_left(tmp_path: Path) -> None:
+    """Ranks of a later save in the background may not have looked for it yet."""
+    ours(tmp_path)
+    for attempt in ("1" * 17, "9" * 17):
+        (tmp_path / f"shardkeep.{attempt}.nonce").write_bytes(b"")
+    save_2(Unsynced(tmp_path))
+    assert strays(tmp_path) == {f"shardkeep.{'9' * 17}.nonce"}
+
+
+def test_a_save_that_another_has_overtaken_is_refused_at_its_commit(tmp_path: Path) -> None:
+    """Both found the directory empty when they began, and neither was to overwrite."""
+    first = sk.save_async(state(1), tmp_path / "a")
+    second = sk.save_async(state(2), tmp_path / "a")
+    first.wait(60)
+    with pytest.raises(AlreadyCommitted):
+        second.wait(60)
+    assert whole(tmp_path / "a") == 1
+    assert strays(tmp_path / "a") == set()

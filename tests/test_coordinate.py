@@ -254,6 +254,25 @@ def test_a_rank_that_skipped_a_call_catches_up_with_calls_of_the_same_purpose(ra
         assert mine[3:] == ["ok", "ok"]
 
 
+def rank_0_comes_late() -> tuple[str, str, str, float]:
+    """Rank 2 has waited for its whole deadline when rank 0, who came later, has not."""
+    exchange()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(3 * DEADLINE_S)
+        return "", "", "", 0.0
+    if dist.get_rank() == 0:
+        time.sleep(0.9 * DEADLINE_S)
+    return attempt(lambda ranks: ranks.settle("never"), DEADLINE_S)
+
+
+def test_the_missing_rank_is_named_though_rank_0_itself_was_late(ranks: ClusterPool) -> None:
+    got = ranks.run(3, rank_0_comes_late)
+    for rank in (0, 2):
+        assert got[rank][0] == "SaveFailed"
+        assert f"from rank 1 ({HOST}, pid " in got[rank][1]
+
+
 def late_rank() -> list[str]:
     """Rank 1 comes to the session when the others have given it up."""
     got = []
@@ -295,6 +314,29 @@ def test_a_job_may_initialise_its_process_groups_anew(ranks: ClusterPool, tmp_pa
     """Also while a session, a save in the background, is still open."""
     got = ranks.run(2, join_again, str(tmp_path))
     assert got == [[[0, 0]] * 3, [[1, 1]] * 3]
+
+
+def different_calls() -> tuple[str, str, list[int], float]:
+    purpose = "load /ckpt" if dist.get_rank() == 1 else "save /ckpt"
+    start = time.monotonic()
+    try:
+        with session(purpose, 60.0, SaveFailed) as ranks:
+            ranks.gather("x", 1)
+            ranks.broadcast("y", 1)
+    except ShardkeepError as e:
+        took_s = time.monotonic() - start
+        return type(e).__name__, str(e), exchange()["mine"], took_s
+    return "", "", [], 0.0
+
+
+def test_ranks_that_make_different_calls_are_told_at_once(ranks: ClusterPool) -> None:
+    """One has seen that a checkpoint exists and loads, the other has not: they would wait for each other."""
+    got = ranks.run(3, different_calls)
+    assert [g[0] for g in got] == ["InvalidState"] * 3
+    assert len({g[1] for g in got}) == 1
+    assert "'load /ckpt'" in got[0][1] and "'save /ckpt'" in got[0][1] and "rank" in got[0][1]
+    assert [g[2] for g in got] == [[0, 0], [1, 1], [2, 4]]
+    assert max(g[3] for g in got) < SLACK_S
 
 
 class Watched:

@@ -125,6 +125,7 @@ def test_wrong_option_error_is_a_value_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.xdist_group("ray")
 @pytest.mark.megatron
 @pytest.mark.timeout(300)
 def test_demo_end_to_end(tmp_path: Path) -> None:

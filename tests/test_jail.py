@@ -164,6 +164,7 @@ def test_exit_status_and_error_output_come_back() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.xdist_group("ray")
 @pytest.mark.timeout(180)
 def test_ray_actor_works_in_the_jail(ray_local: ModuleType) -> None:
     ray = ray_local

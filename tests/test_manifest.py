@@ -158,7 +158,7 @@ def test_data_names_are_what_frameworks_parse() -> None:
 
 
 ATTEMPT_FILES = (m.data_name(0, ATTEMPT, 0), "__3_1.distcp", m.index_name(ATTEMPT), m.common_name(ATTEMPT))
-ATTEMPT_FILES += (m.attempt_manifest_name(ATTEMPT), m.nonce_name(ATTEMPT), "shardkeep.json.tmp")
+ATTEMPT_FILES += (m.attempt_manifest_name(ATTEMPT), m.nonce_name(ATTEMPT), "shardkeep.json.shardkeep-tmp")
 OTHER_FILES = ("shardkeep.json", "shardkeep.step.json", "common.pt", ".metadata", "metadata.json")
 OTHER_FILES += ("tokenizer.json", "__0_a.distcp", "x__0_1.distcp", "shardkeep.1.index", "__0_1.distcp.bak")
 

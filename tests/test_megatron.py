@@ -15,7 +15,7 @@ import megatron_cases as cases
 import shardkeep as sk
 from shardkeep.testing.cluster import ClusterPool
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.xdist_group("megatron"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

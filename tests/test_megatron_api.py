@@ -111,6 +111,30 @@ def test_a_shape_mismatch_is_refused_or_clipped(saved: str) -> None:
     assert torch.equal(loaded, torch.cat([torch.ones(4, 3), torch.zeros(1, 3)]))
 
 
+def test_a_load_that_is_refused_leaves_tensors_of_flexible_shape_alone(saved: str) -> None:
+    live = torch.full((5, 3), 9.0)
+    with pytest.raises(MissingKey):
+        sk.megatron.load(
+            {"w": tensor("w", live, allow_shape_mismatch=True), "new": tensor("new", torch.zeros(1))}, saved
+        )
+    assert live.unique().tolist() == [9.0]
+
+
+def test_a_strict_load_misses_common_values_that_megatron_would_not(saved: str) -> None:
+    template = {**state(0.0), "scheduler": {"num_steps": 3}}
+    with pytest.raises(MissingKey, match=r"'scheduler'.*key 'scheduler'"):
+        sk.load(template, saved)
+    assert template["step"] == 0 and template["model"]["w"].data.unique().tolist() == [0.0]
+    assert sk.load(template, saved, strict=False).missing == ("scheduler",)
+    assert template["step"] == 1
+
+
+def test_a_plain_state_reads_a_megatron_checkpoint(saved: str) -> None:
+    plain = {"w": torch.zeros(4, 3), "b": torch.zeros(3), "step": 0, "rng/shard_0_1": None}
+    assert sk.load(plain, saved).missing == ()
+    assert plain["w"].unique().tolist() == [1.0] and plain["step"] == 1
+
+
 def test_errors_are_megatrons_too_and_picklable(saved: str) -> None:
     with pytest.raises(CheckpointingException) as caught:
         sk.megatron.load({"none": tensor("none", torch.zeros(1))}, saved)

@@ -16,9 +16,9 @@ import pytest
 
 import ray_cases as cases
 import shardkeep as sk
-from shardkeep.errors import NotCommitted, SaveFailed
+from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 
 Start = Callable[..., list[Any]]
 
@@ -33,6 +33,9 @@ def start(ray_local: ModuleType, tmp_path: Path) -> Iterator[Start]:
         remote = ray_local.remote(num_cpus=0.1)(kind)
         group = [remote.remote(rank, world_size, rendezvous, *args) for rank in range(world_size)]
         started.extend(group)
+        ray_local.get(
+            [actor.pid.remote() for actor in group], timeout=120
+        )  # they are up: deadlines are for saves
         return group
 
     yield start_group
@@ -98,6 +101,48 @@ def test_groups_of_different_sizes_and_the_trainer_commit_as_one_step(
     ]
     dispatch.restore(2).wait(60)
     assert call(ray_local, critic, "get") == [(100.0, "value 100.0")]
+
+
+def test_the_trainers_state_is_the_one_at_the_call(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
+    group = start(cases.PlainRank, 1, 1.0)
+    dispatch = sk.ray.Dispatch(tmp_path, {"policy": group})
+    state = {"rewards": [0.5], "loader": {"position": 3}}
+    saving = dispatch.save(1, trainer_state=state)
+    state["rewards"].append(0.7)
+    state["loader"]["position"] = 4
+    saving.wait(60)
+    assert dispatch.restore().wait(60).trainer_state == {"rewards": [0.5], "loader": {"position": 3}}
+
+
+def test_names_that_would_hide_a_component_are_refused_before_anything_begins(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
+    group = start(cases.PlainRank, 1, 1.0)
+    dispatch = sk.ray.Dispatch(tmp_path / "run", {"policy": group})
+    for files in (
+        {"policy": {"a": b""}},
+        {"trainer": {"a": b""}},
+        {"hf": {"../a": b""}},
+        {"hf": {".metadata": b""}},
+    ):
+        with pytest.raises(InvalidState):
+            dispatch.save(1, files=files)
+    assert not (tmp_path / "run").exists()
+    dispatch.save(1).wait(60)
+    assert dispatch.steps() == [1]
+
+
+def test_a_driver_that_does_not_see_the_files_says_so(
+    ray_local: ModuleType, start: Start, tmp_path: Path
+) -> None:
+    """The actors write elsewhere, as on a node without the driver's file system."""
+    group = start(cases.ElsewhereRank, 1, 1.0)
+    dispatch = sk.ray.Dispatch(tmp_path / "run", {"policy": group})
+    with pytest.raises(SaveFailed, match="component 'policy' was saved but is not whole"):
+        dispatch.save(1).wait(60)
+    assert dispatch.steps() == []
 
 
 @pytest.mark.parametrize("victim", [0, 1])

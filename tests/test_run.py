@@ -455,6 +455,32 @@ def test_a_component_that_cannot_be_stored_gives_all_of_the_step_up(tmp_path: Pa
 # -- several ranks
 
 
+def cannot_store_on_one_rank(root: str, deadline_s: float) -> tuple[str, str, list[Any]]:
+    """Rank 1 alone finds, late, that it cannot store the second component."""
+    run = run_of(root)
+    run._config = sk.Config(deadline_s=deadline_s)
+    second: dict[str, Any] = {f"rank{dist.get_rank()}": (lambda: 1) if dist.get_rank() == 1 else 1}
+    try:
+        run.save_async(1, {"policy": state(1), "second": second})
+    except ShardkeepError as e:
+        kind, text = type(e).__name__, str(e)
+        dist.barrier()
+        files = [str(p) for p in Path(root).rglob("*") if p.is_file()]
+        dist.barrier()
+        save_step(run, 2, 2)
+        return kind, text, [*run.steps(), *files]
+    return "", "", []
+
+
+def test_a_component_that_one_rank_cannot_store_gives_the_step_up_on_all(
+    ranks: ClusterPool, tmp_path: Path
+) -> None:
+    got = ranks.run(2, cannot_store_on_one_rank, str(tmp_path), 100.0)
+    assert [g[0] for g in got] == ["InvalidState"] * 2
+    assert got[0][1] == got[1][1] and "'rank1'" in got[0][1]
+    assert [g[2] for g in got] == [[2]] * 2
+
+
 def raise_in_step(
     root: str, culprit: int, moment: str
 ) -> tuple[str, str, int | None, tuple[int, int] | None]:

@@ -88,12 +88,12 @@ def _open(everyone: list[dict[str, Any]], target: Target) -> dict[str, Any]:
     return {"attempt": commit.open_attempt(target), "plan": plan_id, "known": known}
 
 
-def same_for_all(ranks: Coordinator, catalog: Catalog) -> Catalog:
+def same_for_all(ranks: Coordinator, catalog: Catalog, label: str) -> Catalog:
     """The catalog, if all ranks have opened the same attempt; LoadFailed if a save replaced it while they
     did.
     """
     attempt = catalog.manifest.attempt if catalog.manifest else catalog.url
-    found = ranks.gather("opened", attempt)
+    found = ranks.gather(f"opened{label}", attempt)
     if found is not None and catalog.manifest and len(set(found)) > 1:
         raise LoadFailed(
             "ranks opened different attempts: the checkpoint was replaced meanwhile, or directories differ",

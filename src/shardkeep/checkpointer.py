@@ -23,25 +23,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardkeep import commit, plan, write
-from shardkeep.agree import Agreement, agree, same_for_all
+from shardkeep.agree import Agreement, agree
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
-from shardkeep.catalog import resolve as catalog_of
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, RemoteError, open_session, session, sharing
+from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
 from shardkeep.errors import LoadFailed, SaveFailed
 from shardkeep.freeze import Frozen, freeze
 from shardkeep.handle import SaveHandle, background
-from shardkeep.load import check_targets, load_value, read_common, read_object, read_tensors
-from shardkeep.manifest import MANIFEST
+from shardkeep.loading import Judge, Loading, load_together
 from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
-from shardkeep.restore import Difference, Template, compare, require_equal, template
-from shardkeep.storage import Storage, storage_for
+from shardkeep.restore import Template, require_equal, template
+from shardkeep.storage import storage_for
 from shardkeep.types import Captured, LoadReport, Manifest, RankResult, SaveReport, Target
 
 T = TypeVar("T", bound=Template)
-Judge = Callable[[Difference, str], Any]
 Pathlike = str | os.PathLike[str]
 
 
@@ -103,12 +100,15 @@ class Begun:
     stall_s: float
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def abandon(self) -> None:
-        """Give up a save that will not be finished: its memory, and on rank 0 its files."""
+    def abandon(self, error: BaseException) -> None:
+        """Give up a save that will not be finished: its memory, and on rank 0 its files. Nobody waits for
+        it.
+        """
         self.frozen.release()
+        self.ranks.fail(as_shared(error, self.ranks, SaveFailed))
+        self.ranks.finish()
         if self.ranks.rank == 0:
             commit.abandon(self.target.storage, self.agreement.attempt)
-        self.ranks.finish()
 
 
 def begin(
@@ -124,7 +124,7 @@ def begin(
     """
     phases = Phases("save", target.storage.url)
     ranks = open_session(f"save {target.storage.url}", config.deadline_s, SaveFailed)
-    agreement = None
+    agreement, frozen = None, None
     try:
         with sharing(ranks, SaveFailed):
             background.raise_unseen()
@@ -136,7 +136,10 @@ def begin(
                 frozen = freeze(
                     captured, agreement.chosen, ranks.rank, snapshot=snapshot, lenient=target.lenient
                 )
+                ranks.settle("frozen")  # so that a save has begun on all ranks or on none
     except BaseException:
+        if frozen:
+            frozen.release()
         if agreement and ranks.rank == 0:
             commit.abandon(target.storage, agreement.attempt)
         raise
@@ -248,51 +251,16 @@ def load(
     Raises NotCommitted, MissingKey, UnexpectedKey (unless not `strict`), Mismatch before anything in `state`
     has changed; Corrupt or LoadFailed if stored bytes turn out to be wrong or unreadable, on every rank.
     """
-    return load_from(storage_for(path), resolve(config), lambda: template(state), strict_rule(strict))[1]
-
-
-def load_from(
-    storage: Storage,
-    config: Config,
-    make_template: Callable[[], T],
-    judge: Judge,
-    *,
-    check: Callable[[Coordinator, T], None] = lambda ranks, wanted: None,
-    manifest_name: str = MANIFEST,
-) -> tuple[T, LoadReport, Any]:
-    """`load` in its general form: the template, the report, and what `judge` made of the difference between
-    the keys. `check` may refuse what the ranks ask for together.
-    """
-    phases = Phases("load", storage.url)
-    with shared_load(f"load {storage.url}", config) as ranks:
-        with phases("plan"):
-            catalog = same_for_all(ranks, catalog_of(storage, manifest_name))
-            wanted = make_template()
-            check(ranks, wanted)
-            difference = compare(ranks, catalog, [t.key for t in wanted.targets] + wanted.values)
-            judged = judge(difference, storage.url)
-            absent = frozenset(difference.missing)
-            targets = [t for t in wanted.targets if t.key not in absent]
-            check_targets(catalog, targets)
-        with phases("read"):
-            values = {
-                k: load_value(read_object(storage, catalog, k), k) for k in wanted.values if k not in absent
-            }
-            common = read_common(storage, catalog)
-            ranks.settle("checked")  # nothing of the caller's has changed on any rank
-            num_bytes, read_bytes = read_tensors(storage, catalog, targets, config)
-        with phases("restore"):
-            wanted.restore(values, common, absent)
-            ranks.settle("loaded")
-    report = LoadReport(
-        path=storage.url,
-        num_bytes=num_bytes,
-        read_bytes=read_bytes,
-        seconds=dict(phases.seconds),
-        missing=difference.missing,
-        unexpected=difference.unexpected,
+    loading = Loading(
+        storage_for(path), resolve(config), lambda: template(state), strict_rule(strict), exact_common=True
     )
-    return wanted, report, judged
+    return load_one(loading)
+
+
+def load_one(loading: Loading[T]) -> LoadReport:
+    """A session with one loading."""
+    with shared_load(f"load {loading.url}", loading.config) as ranks:
+        return load_together(ranks, [loading])[0]
 
 
 def is_committed(path: Pathlike) -> bool:

@@ -29,17 +29,10 @@ from shardkeep.write import checksums
 
 log = logging.getLogger("shardkeep")
 
-_FIXED_NAMES = ("common.pt", ".metadata", "metadata.json")
-
 
 def open_attempt(target: Target) -> str:
     """A fresh attempt id, its directory and its nonce file. AlreadyCommitted before anything is created."""
-    if not target.overwrite and is_committed(target.storage):
-        raise AlreadyCommitted(
-            "the target holds a committed checkpoint",
-            path=target.storage.url,
-            remedy="Pass overwrite=True to replace it, or save elsewhere.",
-        )
+    _refuse_committed(target)
     attempt = f"{time.time_ns() // 1_000_000:013d}{random.SystemRandom().randrange(10_000):04d}"
     target.storage.make()
     nonce = f"{platform.node()} {os.getpid()}".encode()
@@ -49,6 +42,15 @@ def open_attempt(target: Target) -> str:
         abandon(target.storage, attempt)
         raise
     return attempt
+
+
+def _refuse_committed(target: Target) -> None:
+    if not target.overwrite and is_committed(target.storage):
+        raise AlreadyCommitted(
+            "the target holds a committed checkpoint",
+            path=target.storage.url,
+            remedy="Pass overwrite=True to replace it, or save elsewhere.",
+        )
 
 
 def commit(
@@ -89,6 +91,7 @@ def commit(
             len(results),
             config,
         )
+        _refuse_committed(target)  # another save may have been quicker
         published = _in_order(storage, manifest, fixed)
         before = {name: storage.get(name) for name in storage.sizes() if name in published}
     except BaseException:
@@ -185,7 +188,11 @@ def clean_up(storage: Storage, manifest: Manifest, *, durable: bool) -> None:
     keep = {*manifest.files, names.attempt_manifest_name(manifest.attempt), names.MANIFEST, *manifest.fixed}
     try:
         garbage = [
-            n for n in storage.sizes() if n not in keep and (names.is_attempt_file(n) or n in _FIXED_NAMES)
+            n
+            for n in storage.sizes()
+            if n not in keep
+            and (names.is_attempt_file(n) or n in names.FIXED_NAMES)
+            and (names.attempt_of(n) or "") <= manifest.attempt  # a later save may have begun already
         ]
         remove_files(storage, garbage)
         if durable and garbage:

@@ -26,7 +26,7 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from shardkeep.errors import DeadlineExceeded, ShardkeepError, from_wire, to_wire
+from shardkeep.errors import DeadlineExceeded, InvalidState, ShardkeepError, from_wire, to_wire
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -35,6 +35,7 @@ log = logging.getLogger("shardkeep")
 
 _POLL_S = (0.0005, 0.02)  # first and longest pause between looks at the store
 _GRACE_S = 5.0
+_ANY = "any"  # purpose of an error that is for whoever comes to its session
 _ANSWER_S = 30.0  # a store that does not answer one small call for this long is gone
 
 
@@ -131,12 +132,31 @@ def open_session(purpose: str, deadline_s: float, failure: type[ShardkeepError])
     """The next session of this process. Called on the training thread, in the same order on all ranks.
     Raises `failure` if rank 0, which hosts the store, does not answer.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return Alone()
     try:
-        return _meeting(deadline_s).open_session(purpose, deadline_s)
+        opened = _meeting(deadline_s).open_session(purpose, deadline_s)
+        with sharing(opened, failure):
+            opened.check_call()
+        return opened
     except DeadlineExceeded as e:
         raise failure(e.what, **e.fields) from e
+
+
+def tell(purpose: str, deadline_s: float, error: BaseException, failure: type[ShardkeepError]) -> None:
+    """Fail the next session with an error of this rank, for the ranks that are in it or will come to it."""
+    if _is_alone():
+        return
+    try:
+        opened = _meeting(deadline_s).open_session(purpose, deadline_s)
+        opened.fail(as_shared(error, opened, failure))
+        opened.finish()
+    except DeadlineExceeded as e:  # rank 0 is gone: nobody to tell, and the error at hand says more
+        log.debug("%s", e)
+
+
+def _is_alone() -> bool:
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 class Alone:
@@ -243,6 +263,8 @@ class _Meeting:
         want of it. With another purpose that is plain. With the same, the rank may also be late for this very
         call: it takes the error once; if the next session was given up for want of it too, it moves on.
         """
+        if stale["purpose"] == _ANY:
+            return True
         if stale["purpose"] != purpose and not _is_part(purpose, stale["purpose"]):
             return False
         was_behind, self._was_behind = self._was_behind, self.rank in stale["missing"]
@@ -285,10 +307,28 @@ class _Session:
         self._deadline_s = deadline_s
         self._keys: list[str] = []
         self._missing: list[int] = []  # ranks for which this one has waited in vain
+        self._gathered = ""  # the last gather in which this rank took part
         self._is_finished = False
+
+    def check_call(self) -> None:
+        """All ranks must make the same kind of call; paths are compared where that is wanted (see
+        `agree`).
+        """
+        key = self._key("purpose")
+        first = self._call(lambda store: store.compare_set(key, "", self._purpose)).decode()
+        mine = self._purpose
+        if first.partition(" ")[0] != mine.partition(" ")[0]:
+            self._purpose = _ANY
+            raise InvalidState(
+                "ranks make different calls at a time",
+                expected=f"'{first}', as another rank does",
+                got=f"'{mine}'",
+                remedy="Saves and loads are collective: every rank makes the same calls in the same order.",
+            )
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
         self._raise_shared_error()  # before the value is set: a rank that raises here has not been counted
+        self._gathered = name
         mine = self._key(f"{name}/{self.rank}")
         self._call(lambda store: store.set(mine, msgspec.msgpack.encode(value)))
         if self.rank != 0:
@@ -316,14 +356,22 @@ class _Session:
 
     def _receive(self, key: str, name: str) -> Any:
         """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others
-        wait a little longer.
+        wait a little longer, and begin anew if it came to the session after them.
         """
         if self.rank != 0:
-            self._await([key], name, self._deadline_s + min(_GRACE_S, self._deadline_s / 4))
+            patience_s = self._deadline_s + min(_GRACE_S, self._deadline_s / 4)
+            try:
+                self._await([key], name, patience_s)
+            except DeadlineExceeded:
+                if not self._has(self._key(f"{self._gathered}/0", remember=False)):
+                    raise
+                self._await([key], name, patience_s)
         return msgspec.msgpack.decode(self._call(lambda store: store.get(key)))
 
     def fail(self, error: BaseException) -> ShardkeepError:
         own = error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
+        if self._is_finished:
+            return own
         wire = msgspec.json.encode(
             {"purpose": self._purpose, "rank": self.rank, "missing": self._missing, "error": to_wire(own)}
         )

@@ -71,8 +71,8 @@ def _snapshot(shards: dict[int, Shard]) -> tuple[dict[int, Shard], stage.Segment
     segment = stage.arena.take(sum(stage.padded_bytes(s.tensor) for s in tensors.values()))
     try:
         copies = {i: replace(s, tensor=segment.copy(s.tensor)) for i, s in tensors.items()}
-        if any(s.tensor.device.type == "cuda" for s in tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        for device in {s.tensor.device for s in tensors.values() if s.tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
     except BaseException:
         stage.arena.give_back(segment)
         raise

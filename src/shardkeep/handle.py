@@ -49,6 +49,10 @@ class Handle(Generic[T]):
         """Block until the work has ended, without a look at the outcome."""
         self._result.exception()
 
+    def forget(self) -> None:
+        """Nobody will ask: how the work ends is known already, or does not matter."""
+        self._asked = True
+
     def unseen_error(self) -> BaseException | None:
         """The error of work that has failed and whose handle nobody asked."""
         return self._result.exception() if self.ended() and not self._asked else None

@@ -15,15 +15,17 @@ import msgspec
 import xxhash
 
 from shardkeep.errors import Corrupt
+from shardkeep.storage import TEMPORARY
 from shardkeep.types import Index, Manifest
 
 FORMAT_VERSION = 1
 MANIFEST = "shardkeep.json"
 STEP_MANIFEST = "shardkeep.step.json"
 
-_OURS = re.compile(r"__\d+_\d+\.distcp|shardkeep\.\d{17}\.(index|common|json|nonce)|.*\.tmp")
+FIXED_NAMES = ("common.pt", ".metadata", "metadata.json")  # what vanilla readers look for
 
-_WITH_ATTEMPT = re.compile(r"__\d+_\d{20}\.distcp|shardkeep\.\d{17}\.(index|common|json|nonce)")
+_VANILLA = re.compile(r"__\d+_\d+\.distcp")
+_WITH_ATTEMPT = re.compile(r"__\d+_(\d{17})\d{3}\.distcp|shardkeep\.(\d{17})\.(?:index|common|json|nonce)")
 
 T = TypeVar("T")
 
@@ -51,7 +53,18 @@ def nonce_name(attempt: str) -> str:
 
 def is_attempt_file(name: str) -> bool:
     """Whether a name is one that attempts (ours or vanilla's) write, so that a later commit may remove it."""
-    return _OURS.fullmatch(name) is not None
+    return is_of_ours(name) or _VANILLA.fullmatch(name) is not None or name.endswith(TEMPORARY)
+
+
+def attempt_of(name: str) -> str | None:
+    """The attempt that a file name of ours carries; ids of later attempts are greater."""
+    found = _WITH_ATTEMPT.fullmatch(name.removesuffix(TEMPORARY))
+    return (found[1] or found[2]) if found else None
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name has a meaning in the format, so that nothing else may be called so."""
+    return name in FIXED_NAMES or name.startswith("shardkeep.") or is_attempt_file(name)
 
 
 def is_of_ours(name: str) -> bool:

@@ -17,6 +17,7 @@ through Ray, not by waiting for it.
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import time
@@ -31,8 +32,9 @@ import ray
 from shardkeep import checkpointer
 from shardkeep import manifest as names
 from shardkeep.config import Config, resolve
-from shardkeep.errors import Cancelled, LoadFailed, NotCommitted, SaveFailed, ShardkeepError
+from shardkeep.errors import Cancelled, InvalidState, LoadFailed, NotCommitted, SaveFailed, ShardkeepError
 from shardkeep.handle import Handle, SaveHandle, background
+from shardkeep.loading import Loading
 from shardkeep.restore import read_nested, template
 from shardkeep.run import Run
 from shardkeep.storage import storage_for
@@ -77,6 +79,7 @@ class CheckpointActor:
 
     def shardkeep_start(self, token: str, target: Target, config: Config) -> float:
         """Capture and copy the state, go on in the background; the seconds that this actor was held."""
+        start = time.perf_counter()
         begun = checkpointer.begin(self.checkpoint_state(), target, config, snapshot=True)
 
         def cancel() -> None:
@@ -84,7 +87,7 @@ class CheckpointActor:
             begun.ranks.fail(Cancelled("the save was given up", path=target.storage.url))
 
         self._saves()[token] = background.submit(lambda: checkpointer.finish(begun), cancel=cancel)
-        return begun.stall_s
+        return time.perf_counter() - start
 
     def shardkeep_poll(self, token: str) -> SaveReport | None:
         """The report once the save is through on this rank, None before; raises its error."""
@@ -99,19 +102,20 @@ class CheckpointActor:
         """Give up a save that failed elsewhere."""
         handle = self._saves().pop(token, None)
         if handle is not None:
-            handle.unseen_error()
+            handle.forget()
             handle.cancel()
 
     def shardkeep_load(self, url: str, attempt: str, config: Config) -> None:
         """Restore this rank from an attempt of a component."""
-        loaded, _, _ = checkpointer.load_from(
+        loading = Loading(
             storage_for(url),
             config,
             lambda: template(self.checkpoint_state()),
             checkpointer.strict_rule(self.checkpoint_strict),
             manifest_name=names.attempt_manifest_name(attempt),
         )
-        self.restore_checkpoint(loaded.loaded)
+        checkpointer.load_one(loading)
+        self.restore_checkpoint(loading.template.loaded)
 
     def _saves(self) -> dict[str, SaveHandle[SaveReport]]:
         saves: dict[str, SaveHandle[SaveReport]] = self.__dict__.setdefault("_shardkeep_saves", {})
@@ -143,9 +147,9 @@ class Dispatch:
         self._run = Run(root, keep=keep, keep_every=keep_every, step_name=step_name, config=config)
         self._groups: dict[str, list[Any]] = {}
         self._who: dict[Who, Any] = {}
-        self._pool = ThreadPoolExecutor(
-            1, "shardkeep-dispatch"
-        )  # one at a time: steps commit in the order of their calls
+        self._last: SaveHandle[StepReport] | None = None
+        self._capturing = ThreadPoolExecutor(1, "shardkeep-capture")
+        self._pool = ThreadPoolExecutor(1, "shardkeep-dispatch")  # steps commit in the order of their calls
         for name, actors in groups.items():
             self.set_group(name, actors)
 
@@ -174,32 +178,57 @@ class Dispatch:
     ) -> SaveHandle[StepReport]:
         """Save all groups, the trainer's state and `files` (component -> file name -> bytes) as one step.
 
-        The handle raises SaveFailed, which names group, rank, node, pid and cause; the previous step stands
-        then.
+        The trainer's state is copied before this returns. The handle raises SaveFailed, which names group,
+        rank, node, pid and cause; the previous step stands then.
         """
+        if self._last is not None and (error := self._last.unseen_error()):
+            self._last = None
+            raise error
+        own = copy.deepcopy(dict(trainer_state or {}))  # as it is now: the trainer goes on
+        extra = {name: dict(contents) for name, contents in (files or {}).items()}
+        targets = self._targets(step, extra)
         token = uuid.uuid4().hex
         actors = {(g, r): a for g, group in self._groups.items() for r, a in enumerate(group)}
         starts = {
-            who: actor.shardkeep_start.remote(token, self._run.target(step, who[0]), self._config)
+            who: actor.shardkeep_start.remote(token, targets[who[0]], self._config)
             for who, actor in actors.items()
         }
         handle: SaveHandle[StepReport] = SaveHandle(cancel=lambda: self._abort(actors, token))
+        stalls = self._capturing.submit(self._capture, handle, starts)
 
         def work() -> StepReport:
             try:
-                stalls = self._collect(starts, SaveFailed)
-                handle.set_captured()
+                held_s = stalls.result()
                 reports = self._poll(actors, token)
             except BaseException:
                 self._abort(actors, token)
                 raise
             components = {g: reports[g, 0] for g in self._groups if (g, 0) in reports}
-            components |= self._save_own(step, dict(trainer_state or {}), files or {})
-            report = self._run.commit(step, components)
-            return replace(report, stall_s=max(stalls.values(), default=0.0))
+            for name, contents in {TRAINER: own, **extra}.items():
+                components[name] = checkpointer.save_to(contents, targets[name], self._config)
+            return replace(self._run.commit(step, components), stall_s=held_s)
 
         self._pool.submit(handle.run, work)
+        self._last = handle
         return handle
+
+    def _targets(self, step: int, files: Mapping[str, dict[str, bytes]]) -> dict[str, Target]:
+        """Where every component goes. InvalidState for a name that cannot be used, before anything begins."""
+        taken = [name for name in files if name in self._groups or name == TRAINER]
+        if taken:
+            raise InvalidState(
+                "files need a component of their own", expected="a name that no group has", got=taken[0]
+            )
+        return {
+            name: self._run.target(step, name, attached=files.get(name))
+            for name in (*self._groups, TRAINER, *files)
+        }
+
+    def _capture(self, handle: SaveHandle[StepReport], starts: Mapping[Who, Any]) -> float:
+        """Wait until all actors have copied their state; the longest that one was held, in seconds."""
+        stalls = self._collect(starts, SaveFailed)
+        handle.set_captured()
+        return float(max(stalls.values(), default=0.0))
 
     def restore(self, step: int | None = None) -> Handle[Restored | None]:
         """Restore all groups from a committed step (None: the latest; the result is None if there is
@@ -237,18 +266,6 @@ class Dispatch:
             else read_nested(storage.child(TRAINER), names.attempt_manifest_name(own.attempt), self._config)
         )
         return Restored(step=manifest.step, trainer_state=state)
-
-    def _save_own(
-        self, step: int, trainer_state: dict[str, Any], files: Mapping[str, Mapping[str, bytes]]
-    ) -> dict[str, SaveReport]:
-        """The driver's components: the trainer's state, and files for other tools."""
-        reports = {
-            TRAINER: checkpointer.save_to(trainer_state, self._run.target(step, TRAINER), self._config)
-        }
-        for name, contents in files.items():
-            target = self._run.target(step, name, attached=dict(contents))
-            reports[name] = checkpointer.save_to(dict(contents), target, self._config)
-        return reports
 
     def _poll(self, actors: Mapping[Who, Any], token: str) -> dict[Who, SaveReport]:
         """Ask until every rank is through. Actors may be busy training: an answer may take as long as a step

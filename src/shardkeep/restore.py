@@ -35,6 +35,15 @@ class Template(Protocol):
         `absent`: keys that were asked for and are not stored.
         """
 
+    def clear(self, absent: frozenset[str]) -> None:
+        """Called when all checks have passed, before the targets are filled."""
+
+    def served_by(self, common: Mapping[Any, Any]) -> set[str]:
+        """Those of `values` that the checkpoint's common values answer."""
+
+    def lacking_in(self, common: Mapping[Any, Any]) -> list[str]:
+        """Common values that the state has and the checkpoint has not, by dotted path."""
+
     @property
     def loaded(self) -> Any:
         """The restored state, in the shape that the caller expects a load to return."""
@@ -65,6 +74,16 @@ class PlainTemplate:
         ]
         self.values = [s.header.key for s in captured.shards if not isinstance(s, TensorShard)]
 
+    def clear(self, absent: frozenset[str]) -> None:
+        pass
+
+    def served_by(self, common: Mapping[Any, Any]) -> set[str]:
+        """A plain state may read a Megatron checkpoint, whose plain values are one dict."""
+        return {key for key in self.values if has_at(common, self._paths[key])}
+
+    def lacking_in(self, common: Mapping[Any, Any]) -> list[str]:
+        return []
+
     @property
     def loaded(self) -> Mapping[str, Any]:
         return self._state
@@ -73,43 +92,65 @@ class PlainTemplate:
         for key in self.values:
             if key in values:
                 put_at(self._state, self._paths[key], values[key])
-            elif has_at(common, self._paths[key]):  # a plain state reads a Megatron checkpoint
+            elif has_at(common, self._paths[key]):
                 put_at(self._state, self._paths[key], at(common, self._paths[key]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """`missing`: asked for by some rank, not stored. `unexpected`: stored, asked for by no rank."""
+    """`missing`: asked for by some rank, not stored; `rank` is the first that asks for the first of them.
+    `unexpected`: stored, asked for by no rank.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    rank: int = 0
 
 
-def compare(ranks: Coordinator, catalog: Catalog, wanted: Iterable[str]) -> Difference:
+def compare(ranks: Coordinator, catalog: Catalog, wanted: Iterable[str], label: str) -> Difference:
     """Collective comparison of the keys that ranks ask for with those of the checkpoint."""
-    everyone = ranks.gather("wanted", sorted(set(wanted)))
+    everyone = ranks.gather(f"wanted{label}", sorted(set(wanted)))
     found = None
     if everyone is not None:
-        asked, stored = {key for keys in everyone for key in keys}, set(catalog.items)
-        found = [sorted(asked - stored), sorted(stored - asked)]
-    missing, unexpected = ranks.broadcast("difference", found)
-    return Difference(missing=tuple(missing), unexpected=tuple(unexpected))
+        asked = {key: rank for rank, keys in reversed(list(enumerate(everyone))) for key in keys}
+        stored = set(catalog.items)
+        missing = sorted(asked.keys() - stored)
+        found = [missing, sorted(stored - asked.keys()), asked[missing[0]] if missing else 0]
+    missing, unexpected, rank = ranks.broadcast(f"difference{label}", found)
+    return Difference(missing=tuple(missing), unexpected=tuple(unexpected), rank=rank)
 
 
 def require_equal(difference: Difference, path: str) -> None:
     """The strict rule: MissingKey or UnexpectedKey, naming the first keys."""
     if difference.missing:
-        raise MissingKey(
-            f"the checkpoint lacks {some(difference.missing)}",
-            path=path,
-            remedy="Pass strict=False to load what is there.",
-        )
+        raise lacking(difference, path, "Pass strict=False to load what is there.")
     if difference.unexpected:
-        raise UnexpectedKey(
-            f"the state does not ask for {some(difference.unexpected)}",
-            path=path,
-            remedy="Pass strict=False to leave them out.",
-        )
+        raise unasked(difference.unexpected, path, "Pass strict=False to leave them out.")
+
+
+def lacking(difference: Difference, path: str, remedy: str) -> MissingKey:
+    """The error of keys that are asked for and not stored."""
+    return MissingKey(
+        f"the checkpoint lacks {some(difference.missing)}",
+        key=difference.missing[0],
+        rank=difference.rank,
+        path=path,
+        expected="a stored key for each key of the state",
+        got=f"{len(difference.missing)} without",
+        remedy=remedy,
+    )
+
+
+def unasked(keys: Collection[str], path: str, remedy: str) -> UnexpectedKey:
+    """The error of keys that are stored and that no rank asks for."""
+    return UnexpectedKey(
+        f"the state does not ask for {some(keys)}",
+        key=sorted(keys)[0],
+        path=path,
+        expected="a state that asks for every stored key",
+        got=f"{len(keys)} left over",
+        remedy=remedy,
+    )
 
 
 def some(keys: Collection[str]) -> str:

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -26,13 +25,14 @@ import msgspec
 from shardkeep import checkpointer
 from shardkeep import manifest as names
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, as_shared, is_shared, open_session, sharing
+from shardkeep.coordinate import Coordinator, is_shared, open_session, sharing, tell
 from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
 from shardkeep.handle import SaveHandle, background
+from shardkeep.loading import Loading, load_together
 from shardkeep.restore import template
 from shardkeep.retention import remove_step, surplus
 from shardkeep.step import StepManifest, commit_step, read_step
-from shardkeep.storage import Storage, storage_for
+from shardkeep.storage import TEMPORARY, Storage, storage_for
 from shardkeep.types import SaveReport, StepReport, Target
 
 log = logging.getLogger("shardkeep")
@@ -76,21 +76,22 @@ class Run:
             for name, state in components.items():
                 begun[name] = self._begin(step, name, state)
             ranks = self._session(step)
-        except BaseException:
+        except BaseException as e:
             for component in begun.values():
-                component.abandon()
+                component.abandon(e)
             raise
 
         def finish() -> StepReport:
+            waiting = dict(begun)
             reports: dict[str, SaveReport] = {}
             try:
                 with sharing(ranks, SaveFailed):
-                    for name, component in begun.items():
-                        reports[name] = checkpointer.finish(component)
+                    for name in begun:
+                        reports[name] = checkpointer.finish(waiting.pop(name))
                     report = self._commit(ranks, step, reports)
-            except BaseException:
-                for name in begun.keys() - reports.keys():
-                    begun[name].abandon()
+            except BaseException as e:
+                for component in waiting.values():
+                    component.abandon(e)
                 raise
             ranks.finish()
             return report
@@ -119,23 +120,29 @@ class Run:
         Collective.
         """
         with checkpointer.shared_load(f"load {self._root.url}", self._config) as ranks:
-            found = ranks.broadcast("step", self._choose(step) if ranks.rank == 0 else None)
-        chosen, attempts = found
-        absent = next((name for name in components if name not in attempts), None)
-        if absent is not None:
-            raise NotCommitted(
-                f"step {chosen} has no component '{absent}'",
-                path=self.storage_of(chosen).url,
-                expected=absent,
-                got=", ".join(sorted(attempts)),
-            )
-        for name, state in components.items():
-            checkpointer.load_from(
-                self.storage_of(chosen).child(name),
-                self._config,
-                partial(template, state),
-                checkpointer.strict_rule(strict),
-                manifest_name=names.attempt_manifest_name(attempts[name]),
+            chosen, attempts = ranks.broadcast("step", self._choose(step) if ranks.rank == 0 else None)
+            absent = next((name for name in components if name not in attempts), None)
+            if absent is not None:
+                raise NotCommitted(
+                    f"step {chosen} has no component '{absent}'",
+                    path=self.storage_of(chosen).url,
+                    expected=absent,
+                    got=", ".join(sorted(attempts)),
+                )
+            load_together(
+                ranks,
+                [
+                    Loading(
+                        self.storage_of(chosen).child(name),
+                        self._config,
+                        partial(template, state),
+                        checkpointer.strict_rule(strict),
+                        exact_common=True,
+                        manifest_name=names.attempt_manifest_name(attempts[name]),
+                        label=f"-{name}",
+                    )
+                    for name, state in components.items()
+                ],
             )
         return int(chosen)
 
@@ -148,6 +155,9 @@ class Run:
         """Where a component of a step is saved, under the rules of a run."""
         if not _COMPONENT.fullmatch(component):
             raise InvalidState("a component's name must be a plain file name", got=component)
+        for name in attached or {}:
+            if not _COMPONENT.fullmatch(name) or names.is_reserved(name):
+                raise InvalidState("an attached file needs a plain name of its own", key=component, got=name)
         return Target(
             storage=self.storage_of(step).child(component),
             overwrite=True,
@@ -198,11 +208,19 @@ class Run:
     def _session(self, step: int) -> Coordinator:
         return open_session(f"step {self.storage_of(step).url}", self._config.deadline_s, SaveFailed)
 
+    def _tell(self, step: int, error: BaseException) -> None:
+        tell(f"step {self.storage_of(step).url}", self._config.deadline_s, error, SaveFailed)
+
     def _commit(self, ranks: Coordinator, step: int, reports: dict[str, SaveReport]) -> StepReport:
         """All ranks report that they are through; rank 0 commits; all learn of it."""
-        ranks.gather("components", sorted(reports))
+        everyone = ranks.gather("components", sorted(reports))
         wire = None
-        if ranks.rank == 0:
+        if everyone is not None:
+            for rank, saved in enumerate(everyone):
+                if saved != everyone[0]:
+                    raise InvalidState(
+                        f"ranks 0 and {rank} saved different components", expected=everyone[0], got=saved
+                    )
             wire = msgspec.to_builtins(self.commit(step, reports))
         return msgspec.convert(ranks.broadcast("step", wire), StepReport)
 
@@ -220,7 +238,7 @@ class Run:
     def _is_dead(step: Storage) -> bool:
         """Whether a directory holds nothing but what an interrupted save or removal of ours has left."""
         ours = all(_is_ours(step.child(component)) for component in step.directories())
-        return ours and set(step.sizes()) <= {f"{names.STEP_MANIFEST}.tmp"}
+        return ours and set(step.sizes()) <= {f"{names.STEP_MANIFEST}{TEMPORARY}"}
 
 
 def _is_ours(component: Storage) -> bool:
@@ -262,13 +280,9 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and is_shared(error):
-            return
         if error is not None:
-            with suppress(SaveFailed):  # rank 0 is gone: nobody to tell, and the error at hand says more
-                ranks = self.run._session(self.number)
-                ranks.fail(as_shared(error, ranks, SaveFailed))
-                ranks.finish()
+            if not is_shared(error):
+                self.run._tell(self.number, error)
             return
         ranks = self.run._session(self.number)
         assert self._reports is not None

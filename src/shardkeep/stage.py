@@ -110,7 +110,7 @@ class Stager:
 
     def __init__(self, slots: tuple[torch.Tensor, torch.Tensor], ready: torch.cuda.Event | None) -> None:
         self._slots = slots
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._ready = ready
 
     def blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -137,11 +137,12 @@ class Stager:
         return host_bytes(slot[:num_bytes]), copied
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device not in self._streams:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if self._ready is not None:
-                self._stream.wait_event(self._ready)
-        return self._stream
+                stream.wait_event(self._ready)
+            self._streams[device] = stream
+        return self._streams[device]
 
 
 def _settled(block: memoryview, copied: torch.cuda.Event | None) -> memoryview:
@@ -172,7 +173,13 @@ def current_event() -> torch.cuda.Event | None:
     """An event on the caller's stream: copies on other streams wait for it, so they see the state as it is
     now.
     """
-    return torch.cuda.current_stream().record_event() if uses_cuda() else None
+    if not uses_cuda():
+        return None
+    for device in range(torch.cuda.device_count()):  # of a process that uses several, wait for the others
+        if device != torch.cuda.current_device() and torch.cuda.memory_allocated(device):
+            torch.cuda.current_stream(device).synchronize()
+    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    return event
 
 
 def current_device() -> int | None:

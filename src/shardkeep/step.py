@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardkeep import commit
 from shardkeep import manifest as names
 from shardkeep.catalog import committed_manifest
-from shardkeep.errors import Corrupt
+from shardkeep.errors import Corrupt, SaveFailed
 from shardkeep.storage import Storage
 from shardkeep.types import Manifest, SaveReport, StepReport
 
@@ -46,16 +46,14 @@ def commit_step(storage: Storage, step: int, reports: dict[str, SaveReport], *, 
             name: {"attempt": r.attempt, "digest": r.manifest_digest} for name, r in reports.items()
         },
     }
+    manifests = {name: _require_whole(storage, name, report) for name, report in reports.items()}
     if durable:
         storage.sync()  # the components' directories
     storage.put(names.STEP_MANIFEST, names.sealed(record), durable=durable)
     if durable:
         storage.sync()
-    for name, report in reports.items():
-        component = storage.child(name)
-        manifest = committed_manifest(component, names.attempt_manifest_name(report.attempt))
-        if manifest is not None:
-            commit.clean_up(component, manifest, durable=durable)
+    for name, manifest in manifests.items():
+        commit.clean_up(storage.child(name), manifest, durable=durable)
     return StepReport(
         step=step,
         path=storage.url,
@@ -84,6 +82,22 @@ def read_step(storage: Storage) -> StepManifest | None:
 def component_manifest(storage: Storage, name: str, component: Component) -> Manifest | None:
     """The manifest of the attempt that belongs to the step, if all its files are there."""
     return committed_manifest(storage.child(name), names.attempt_manifest_name(component.attempt))
+
+
+def _require_whole(storage: Storage, name: str, report: SaveReport) -> Manifest:
+    """The manifest of a component that was reported as saved, seen from here."""
+    manifest = component_manifest(
+        storage, name, Component(attempt=report.attempt, digest=report.manifest_digest)
+    )
+    if manifest is None or manifest.digest != report.manifest_digest:
+        raise SaveFailed(
+            f"component '{name}' was saved but is not whole where the step is committed",
+            path=storage.child(name).url,
+            expected=f"attempt {report.attempt}",
+            got="nothing that is whole" if manifest is None else "another manifest",
+            remedy="The process that commits must see the directory that the ranks write to.",
+        )
+    return manifest
 
 
 def _slowest(reports: dict[str, SaveReport]) -> dict[str, float]:

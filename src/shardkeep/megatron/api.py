@@ -21,6 +21,7 @@ from shardkeep import checkpointer, plan
 from shardkeep.config import resolve
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import ShardkeepError
+from shardkeep.loading import Loading
 from shardkeep.megatron.state import MegatronTemplate, capture_megatron
 from shardkeep.megatron.strict import Strictness
 from shardkeep.storage import storage_for
@@ -84,14 +85,17 @@ def load(
     _check_strategies(sharded_strategy, common_strategy)
     with as_megatron_errors():
         rule = Strictness.of(strict)
-        template, _, (missing, unexpected) = checkpointer.load_from(
+        loading = Loading(
             storage_for(checkpoint_dir),
             resolve(None),
             lambda: MegatronTemplate(sharded_state_dict),
             rule.judge,
             check=_check_access if validate_access_integrity else lambda ranks, template: None,
         )
-    return (template.loaded, missing, unexpected) if rule.returns_keys else template.loaded
+        checkpointer.load_one(loading)
+    missing, unexpected = loading.judged
+    loaded = loading.template.loaded
+    return (loaded, missing, unexpected) if rule.returns_keys else loaded
 
 
 def _check_access(ranks: Coordinator, template: MegatronTemplate) -> None:

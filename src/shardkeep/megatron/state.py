@@ -138,20 +138,29 @@ class MegatronTemplate:
         self.loaded: dict[Any, Any] = {}
 
     def _target(self, sharded: ShardedTensor) -> ReadTarget:
-        """Megatron converts between dtypes on load, and fills what a tensor of another shape has in common
-        with zeros around.
+        """Megatron converts between dtypes on load, and loads what a tensor of another shape has in
+        common.
         """
-        tensor, box = sharded.data.detach(), box_of(sharded)
-        if sharded.allow_shape_mismatch:
-            tensor.zero_()
         return ReadTarget(
             key=sharded.key,
-            box=box,
+            box=box_of(sharded),
             shape=tuple(sharded.global_shape),
-            tensor=tensor,
+            tensor=sharded.data.detach(),
             cast=True,
             clip=sharded.allow_shape_mismatch,
         )
+
+    def clear(self, absent: frozenset[str]) -> None:
+        """Zeros around what a tensor of another shape has in common, as Megatron leaves them."""
+        for _, sharded in self._apart.tensors:
+            if sharded.allow_shape_mismatch and sharded.key not in absent:
+                sharded.data.detach().zero_()
+
+    def served_by(self, common: Mapping[Any, Any]) -> set[str]:
+        return set()
+
+    def lacking_in(self, common: Mapping[Any, Any]) -> list[str]:
+        return _lacking(self._apart.common, common, "")
 
     def restore(self, values: Mapping[str, Any], common: Mapping[Any, Any], absent: frozenset[str]) -> None:
         """Assemble `loaded`, and bring the state itself up to date: objects, factories' tensors, common
@@ -214,6 +223,17 @@ def _copied(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {k: _copied(v) for k, v in node.items()}
     return [_copied(v) for v in node] if isinstance(node, list) else node
+
+
+def _lacking(mine: Any, stored: Any, prefix: str) -> list[str]:
+    """Dotted paths of plain values in `mine` that `stored` has not."""
+    missing = []
+    for key, value in mine.items():
+        if key not in stored:
+            missing.append(f"{prefix}{key}")
+        elif isinstance(value, dict) and isinstance(stored[key], Mapping):
+            missing += _lacking(value, stored[key], f"{prefix}{key}.")
+    return missing
 
 
 def _overwrite_common(state: Any, mine: Any, stored: Any) -> None:

@@ -10,8 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep.errors import MissingKey, UnexpectedKey
-from shardkeep.restore import Difference, some
+from shardkeep.restore import Difference, lacking, unasked
 
 log = logging.getLogger("shardkeep")
 
@@ -52,13 +51,9 @@ class Strictness:
         unexpected = {_base(k) for k in difference.missing} if self.sees_unexpected else set()
         missing = {_base(k) for k in difference.unexpected} if self.sees_missing else set()
         if self.action == "raise" and unexpected:
-            raise MissingKey(
-                f"the checkpoint lacks {some(unexpected)}",
-                path=path,
-                remedy="Choose another strict mode to go on.",
-            )
+            raise lacking(difference, path, "Choose another strict mode to go on.")
         if self.action == "raise" and missing:
-            raise UnexpectedKey(f"the state does not ask for {some(missing)}", path=path)
+            raise unasked(missing, path, "Choose another strict mode to go on.")
         if self.action == "log" and (missing or unexpected):
             log.warning(
                 "%s: not in the checkpoint: %s; not asked for: %s", path, sorted(unexpected), sorted(missing)

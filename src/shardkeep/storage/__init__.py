@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+TEMPORARY = ".shardkeep-tmp"  # ends the name of a file that `put` has not finished
+
 Buffer = bytes | bytearray | memoryview
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from shardkeep.storage import Buffer
+from shardkeep.storage import TEMPORARY, Buffer
 
 _MAX_PARTS = 512  # below IOV_MAX (1024) of every Linux
 
@@ -32,7 +32,7 @@ class LocalStorage:
     def put(self, name: str, data: Buffer, *, durable: bool) -> None:
         path = self._path(name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.tmp"
+        temporary = f"{path}{TEMPORARY}"
         fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
         try:
             _write_all(fd, [data], 0)
@@ -49,7 +49,7 @@ class LocalStorage:
     def sizes(self) -> dict[str, int]:
         try:
             with os.scandir(self.url) as entries:
-                return {e.name: e.stat().st_size for e in entries if e.is_file()}
+                return dict(_named_sizes(entries))
         except FileNotFoundError:
             return {}
 
@@ -156,6 +156,13 @@ def _advance(views: list[memoryview], done: int) -> list[memoryview]:
             return [view[done:], *views[i + 1 :]]
         done -= len(view)
     return []
+
+
+def _named_sizes(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, int]]:
+    for entry in entries:
+        with suppress(FileNotFoundError):  # removed or renamed since it was listed
+            if entry.is_file():
+                yield entry.name, entry.stat().st_size
 
 
 def _sync_directory(path: str) -> None:

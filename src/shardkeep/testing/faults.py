@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn, TypeVar
 
-from shardkeep.storage import Buffer, Reader, Storage, Writer
+from shardkeep.storage import TEMPORARY, Buffer, Reader, Storage, Writer
 
 __all__ = ["Died", "Faults", "FaultyStorage", "die", "fail_with", "kill"]
 
@@ -119,7 +119,7 @@ class FaultyStorage:
 
     def put(self, name: str, data: Buffer, *, durable: bool) -> None:
         def half() -> None:
-            temporary = self._inner.create(f"{name}.tmp")
+            temporary = self._inner.create(f"{name}{TEMPORARY}")
             temporary.append([memoryview(data)[: len(data) // 2]])
             temporary.close(durable=False)
 
