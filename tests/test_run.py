@@ -546,7 +546,7 @@ def test_a_killed_rank_fails_the_step_on_the_others(
 def die_at(root: str, victim: int, number: int) -> tuple[str, str]:
     mine = dist.get_rank() == victim
     run = run_of(root, Faults(at=number, strike=kill) if mine else None)
-    run._config = sk.Config(deadline_s=3.0, io_threads=1)
+    run._config = sk.Config(deadline_s=10.0, io_threads=1)
     try:
         save_step(run, 1, 2)
     except ShardkeepError as e:

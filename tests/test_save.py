@@ -273,7 +273,7 @@ def fail_on(directory: str, culprit: int, kind: str, at: int, code: int | None) 
     if dist.get_rank() == culprit:
         strike = kill if code is None else fail_with(code)
         storage = FaultyStorage(storage, Faults(at=at, strike=strike, kinds=frozenset({kind})))
-    config = sk.Config(io_threads=2, chunk_bytes=1024, deadline_s=3.0 if code is None else 60.0)
+    config = sk.Config(io_threads=2, chunk_bytes=1024, deadline_s=10.0 if code is None else 60.0)
     try:
         checkpointer.save_to(sharded_state(2.0), Target(storage=storage, overwrite=True), config)
         return "", "", ""
