@@ -25,7 +25,7 @@ from shardkeep.errors import InvalidState, SaveFailed, ShardkeepError
 from shardkeep.testing.cluster import ClusterPool
 
 HOST = socket.gethostname()
-DEADLINE_S = 1.5
+DEADLINE_S = 2.5
 SLACK_S = 20.0  # this machine may be busy; a wait without a deadline of ours takes minutes
 
 
@@ -128,6 +128,7 @@ def pids_and_silence(silent: int, warm: bool) -> tuple[int, tuple[str, str, str,
     """The silent rank does not come to the session at all."""
     if warm:
         exchange()
+    dist.barrier()
     if dist.get_rank() == silent:
         dist.barrier()
         return os.getpid(), None

@@ -10,6 +10,7 @@ whoever waits in that session sees it within milliseconds.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -244,7 +245,8 @@ class _Meeting:
         self.call = _Caller()
         self.store = _connect(self.call, self.rank, deadline_s)
         self.finished: list[str] = []  # the key that counts who is through with the last session
-        weakref.finalize(self, _end, self.call, self.store, self.rank == 0, self.finished)
+        end = weakref.finalize(self, _end, self.call, self.store, self.rank == 0, self.finished)
+        end.atexit = False  # see `_linger_at_exit`
         self.call(lambda: self.store.set(f"who/{self.rank}", _me()), _ANSWER_S)
 
     def open_session(self, purpose: str, deadline_s: float) -> _Session:
@@ -283,13 +285,23 @@ def _is_part(purpose: str, of: str) -> bool:
 
 
 def _end(call: _Caller, store: Any, is_host: bool, finished: list[str]) -> None:
-    """A meeting goes, with its process group or its process. The store of rank 0 goes with it: leave the
-    others a moment to read how the last session has ended.
-    """
+    """A meeting goes, with its process group: end its thread, and on rank 0 its store, though not at once."""
     call.close()
+    if is_host:
+        threading.Thread(target=_linger, args=(store, finished), name="shardkeep-end", daemon=True).start()
+
+
+def _linger(store: Any, finished: list[str]) -> None:
+    """Leave the other ranks a moment to read how the last session has ended, before the store goes."""
     end = time.monotonic() + _GRACE_S
-    while is_host and finished and store.check(finished) and time.monotonic() < end:
+    while finished and store.check(finished) and time.monotonic() < end:
         time.sleep(_POLL_S[1])
+
+
+@atexit.register
+def _linger_at_exit() -> None:
+    if _current is not None and _current.rank == 0:
+        _linger(_current.store, _current.finished)
 
 
 def _me() -> str:
