@@ -53,6 +53,21 @@ class EventHandler(logging.Handler):
         self.events.emit("log", source=self.source, text=record.getMessage())
 
 
+class HoldSave(logging.Handler):
+    """Holds the thread that logs the end of a step's write: that save is under way for as long as anyone
+    likes.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._marks = (f"/step_{step}/", ": write")
+
+    def handle(self, record: logging.LogRecord) -> bool:  # not `emit`, which would hold the handler's lock
+        if all(mark in record.getMessage() for mark in self._marks):
+            time.sleep(3600)
+        return True
+
+
 def log_library_to(events: EventLog, source: str) -> None:
     """Route what the `shardkeep` library logs in this process into `events`."""
     logger = logging.getLogger("shardkeep")

@@ -87,6 +87,7 @@ class Scenario:
         trainer = await self._trainer(
             "training", policy, SPLIT, seed=self.config.seed, dispatch=dispatch, on_saving=kill_one
         )
+        await policy.actors[1].hold_save.remote(self.config.kill_step)
         try:
             await trainer.train(until=self.config.steps, save_every=self.config.save_every)
         except (sk.errors.ShardkeepError, ray.exceptions.RayError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardkeep.demo.config import GrpoConfig, Layout
-from shardkeep.demo.events import EventLog, log_library_to
+from shardkeep.demo.events import EventLog, HoldSave, log_library_to
 from shardkeep.ray import CheckpointActor
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ class MegatronPolicyWorker(CheckpointActor):
         torch.set_num_threads(1)  # two ranks share two cores, and sums must not depend on a thread count
         self.rank = rank
         log_library_to(EventLog(events_path), source=f"policy rank {rank}")
+
+    def hold_save(self, step: int) -> None:
+        """Stop this rank's save of a step between write and commit, so that a kill surely hits the middle of
+        it.
+        """
+        logging.getLogger("shardkeep").addHandler(HoldSave(step))
 
     def whereabouts(self) -> dict[str, Any]:
         """This process, and a free port where the group could meet."""
