@@ -14,10 +14,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shardkeep.testing.cluster import ClusterPool
 
 TESTS = Path(__file__).resolve().parent
+
+# An example takes as long as a busy machine makes it take.
+settings.register_profile("shardkeep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shardkeep")
 
 
 def require_tool(name: str) -> str:
