@@ -101,6 +101,9 @@ def _join(store: str, timeout_s: float) -> None:
 
 
 def _leave() -> None:
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None and megatron.model_parallel_is_initialized():
+        megatron.destroy_model_parallel()  # its groups end with ours; the next call must not find them
     if dist.is_initialized():
         dist.destroy_process_group()
 
