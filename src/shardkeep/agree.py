@@ -46,7 +46,6 @@ class Agreement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     chosen: list[int]
-    all_chosen: list[list[int]]  # rank 0
     tensors: dict[str, TensorInfo]  # rank 0
     num_bytes: int  # rank 0
 
@@ -121,7 +120,7 @@ def _make_plan(
             infos = plan.tensors(everyone)
             num_bytes = sum(everyone[rank][i].num_bytes for rank, share in enumerate(shares) for i in share)
     mine = ranks.scatter("shares", shares)
-    _plans[plan_id] = _Plan(chosen=mine, all_chosen=shares or [], tensors=infos, num_bytes=num_bytes)
+    _plans[plan_id] = _Plan(chosen=mine, tensors=infos, num_bytes=num_bytes)
     while len(_plans) > _REMEMBERED_PLANS:
         _plans.popitem(last=False)
 
