@@ -28,7 +28,7 @@ def remove_step(storage: Storage, *, durable: bool) -> None:
     whole.
     """
     storage.delete(names.STEP_MANIFEST)
-    if durable and storage.sizes() is not None:
+    if durable:
         storage.sync()
     storage.remove_tree()
     log.info("removed step %s", storage.url)
