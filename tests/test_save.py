@@ -101,8 +101,8 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_settings_change_how_and_not_what(
     tmp_path: Path, config: sk.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardkeep.plan._SMALL_FILE_BYTES", 200)
-    monkeypatch.setattr("shardkeep.plan._CUTS_PER_FILE", 50)
+    monkeypatch.setattr("shardkeep.layout._SMALL_FILE_BYTES", 200)
+    monkeypatch.setattr("shardkeep.layout._CUTS_PER_FILE", 50)
     what = nested()
     report = sk.save(what, tmp_path / "a", config=config)
     got = blank(what)

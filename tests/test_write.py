@@ -14,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from shardkeep import plan, stage, write
+from shardkeep import layout, stage, write
 from shardkeep.capture import capture
 from shardkeep.config import Config
 from shardkeep.errors import Cancelled
@@ -53,7 +53,7 @@ def write_state(
     captured = capture(what)
     chosen = list(range(len(captured.shards)))
     frozen = freeze(captured, chosen, 5, snapshot=False, lenient=False)
-    files = plan.layout(frozen.headers, chosen, frozen.payloads, rank=5, attempt=ATTEMPT, config=config)
+    files = layout.layout(frozen.headers, chosen, frozen.payloads, rank=5, attempt=ATTEMPT, config=config)
     stored = write.write_files(
         write.Job(
             storage=storage,
@@ -228,7 +228,7 @@ def test_a_stopped_job_is_cancelled(tmp_path: Path, what: dict[str, Any]) -> Non
     captured = capture(what)
     chosen = list(range(len(captured.shards)))
     frozen = freeze(captured, chosen, 0, snapshot=False, lenient=False)
-    files = plan.layout(frozen.headers, chosen, frozen.payloads, rank=0, attempt=ATTEMPT, config=CONFIG)
+    files = layout.layout(frozen.headers, chosen, frozen.payloads, rank=0, attempt=ATTEMPT, config=CONFIG)
     job = write.Job(
         storage=LocalStorage(tmp_path),
         files=files,

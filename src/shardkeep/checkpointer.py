@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shardkeep import commit, plan, write
+from shardkeep import commit, layout, write
 from shardkeep.agree import Agreement, agree
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
@@ -182,7 +182,7 @@ def _write(begun: Begun) -> RankResult:
     """This rank's files, durable; on an error none of them is left."""
     target, frozen, attempt = begun.target, begun.frozen, begun.agreement.attempt
     with no_gc():
-        files = plan.layout(
+        files = layout.layout(
             frozen.headers,
             begun.agreement.chosen,
             frozen.payloads,
