@@ -79,7 +79,7 @@ def save_through(storage: Storage, seed: int, dialect: str = "dcp", **rules: Any
     """Save `state(seed)` to any storage; in the megatron dialect the values are common ones."""
     target = Target(storage=storage, overwrite=True, **rules)
     take_apart = capture if dialect == "dcp" else capture_as_megatron
-    begun = checkpointer.begin(state(seed), target, CONFIG, snapshot=False, take_apart=take_apart)
+    begun = checkpointer.begin(state(seed), target, CONFIG, mode="sync", take_apart=take_apart)
     return checkpointer.finish(begun)
 
 

@@ -29,6 +29,9 @@ class Config:
     """`xxh3_128`, or `none` to leave checksums out."""
     deadline_s: float = 600.0
     """Longest wait for another rank, in seconds; the error names the ranks that are missing."""
+    check_capture: bool = False
+    """For debugging: a lazy save reads the state twice and fails if anything has changed it in between. The
+    first reading holds training."""
     durable: bool = True
     """fsync files and directories before committing."""
 

@@ -1,5 +1,4 @@
-"""Tensor -> host memory that can be written: `Ring` for tensors on their way to a file, `Arena` for
-snapshots.
+"""Tensor -> host memory that can be written: the ring through which tensors pass on their way to a file.
 
 A contiguous CPU tensor is handed on without a copy. Anything else (device tensors, views) goes through the
 ring's slots block by block; while one slot of a pair is written, the other is filled, on a CUDA stream of our
@@ -12,15 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardkeep.config import Config
 from shardkeep.memory import host_bytes
-
-_ALIGN_BYTES = 512
 
 
 def uses_cuda() -> bool:
@@ -191,57 +187,3 @@ def use_device(device: int | None) -> None:
     """Make a thread use the device of the thread that began the save; its default would be device 0."""
     if device is not None:
         torch.cuda.set_device(device)
-
-
-@dataclass(slots=True)
-class Segment:
-    """Memory of one snapshot; `buffer` is uint8."""
-
-    buffer: torch.Tensor
-    used_bytes: int = 0
-    is_taken: bool = True
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        start = self.used_bytes
-        self.used_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        target = self.buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-        return target.copy_(tensor, non_blocking=True)
-
-
-def padded_bytes(tensor: torch.Tensor) -> int:
-    """Room that `Segment.copy` takes for a tensor."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-class Arena:
-    """Segments for snapshots, one per save in flight, reused by later saves."""
-
-    def __init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> Segment:
-        """A segment of at least `num_bytes`. Idle segments that are too small are given back to the system
-        first.
-        """
-        with self._lock:
-            fitting = sorted((b for b in self._idle if b.numel() >= num_bytes), key=torch.Tensor.numel)
-            if fitting:
-                self._idle = [b for b in self._idle if b is not fitting[0]]
-                return Segment(fitting[0])
-            too_small, self._idle = self._idle, []
-        for buffer in too_small:
-            free(buffer)
-        return Segment(allocate(max(num_bytes, _ALIGN_BYTES)))
-
-    def give_back(self, segment: Segment) -> None:
-        """Let later saves have the segment. A second time does nothing: another save may have it by then."""
-        with self._lock:
-            if segment.is_taken:
-                segment.is_taken = False
-                self._idle.append(segment.buffer)
-
-
-arena = Arena()

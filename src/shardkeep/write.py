@@ -8,7 +8,7 @@ first error stops all threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,13 +16,15 @@ import xxhash
 
 from shardkeep import stage
 from shardkeep.config import Config
-from shardkeep.errors import Cancelled
+from shardkeep.errors import Cancelled, StateChanged
 from shardkeep.freeze import Frozen
 from shardkeep.memory import host_bytes, is_direct
 from shardkeep.storage import Storage, Writer
 from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
 _MAX_PARTS = 256
+
+Digests = dict[tuple[str, int], bytes]  # of a piece's payload, by file and offset
 
 # What is hashed and then written at a time. With few threads it should still be in the core's cache for the
 # write; with many, each return to Python waits for the GIL, and fewer, larger batches win (measured on 2 and
@@ -44,6 +46,8 @@ class Job:
     ready: torch.cuda.Event | None
     device: int | None = None
     stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
+    read: Callable[[], object] = lambda: None  # called when every byte of the state has been read
+    digests: Digests = field(default_factory=dict)  # what the tensors held when the save was begun, if asked
 
 
 class Stopped(Exception):
@@ -56,11 +60,12 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     """
     stored: dict[str, StoredFile] = {}
     errors: list[BaseException] = []
+    reading = _Countdown(len(job.files), job.read)
 
     def write(file: FileLayout) -> None:
         try:
             stage.use_device(job.device)
-            stored[file.name] = _write_file(job, file)
+            stored[file.name] = _write_file(job, file, reading)
         except BaseException as e:  # the thread's boundary: raised below
             job.stop.set()
             errors.append(e)
@@ -120,15 +125,34 @@ def checksums(data: bytes, config: Config) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(part) for part in _parts(memoryview(data), config.chunk_bytes))
 
 
-def _write_file(job: Job, file: FileLayout) -> StoredFile:
+class _Countdown:
+    """Calls `action` once, from whichever thread is the last of `count` to say so."""
+
+    def __init__(self, count: int, action: Callable[[], object]) -> None:
+        self._left = count
+        self._action = action
+        self._lock = threading.Lock()
+        if not count:
+            action()
+
+    def one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._action()
+
+
+def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
     try:
         sink = _Sink(writer, job.config)
         with stage.ring(job.config).pair() as slots:
             stager = stage.Stager(slots, job.ready)
             for piece in file.pieces:
-                _write_piece(job, piece, stager, sink)
+                _write_piece(job, file.name, piece, stager, sink)
             sink.flush()
+        reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
         writer.abort()
         raise
@@ -136,25 +160,61 @@ def _write_file(job: Job, file: FileLayout) -> StoredFile:
     return StoredFile(size=sink.size, checksums=sink.checksums())
 
 
-def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
-    _check_stop(job)
-    sink.add(piece.head)
+def payload_digests(job: Job) -> Digests:
+    """What the tensors of a job hold now; for `Job.digests` of the same job."""
+    found: Digests = {}
+    with stage.ring(job.config).pair() as slots:
+        stager = stage.Stager(slots, job.ready)
+        for file in job.files:
+            for piece in file.pieces:
+                if (tensor := _tensor(job, piece)) is not None:
+                    hasher = xxhash.xxh3_128()
+                    for block in [host_bytes(tensor)] if is_direct(tensor) else stager.blocks(tensor):
+                        hasher.update(block)
+                    found[file.name, piece.offset] = hasher.digest()
+    return found
+
+
+def _header(job: Job, piece: Piece) -> ShardHeader:
+    shard = job.shards[piece.shard]
+    assert shard is not None
+    return shard.header
+
+
+def _tensor(job: Job, piece: Piece) -> torch.Tensor | None:
+    """The part of a tensor that a piece is; None for an object."""
     shard = job.shards[piece.shard]
     if not isinstance(shard, TensorShard):
+        return None
+    box = shard.header.box
+    return shard.tensor.view(box.shape)[piece.box.slices_in(box)]
+
+
+def _write_piece(job: Job, file: str, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
+    _check_stop(job)
+    sink.add(piece.head)
+    tensor = _tensor(job, piece)
+    if tensor is None:
         sink.add(job.payloads[piece.shard])
     else:
-        box = shard.header.box
-        tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
-        if is_direct(tensor):
-            for part in _parts(host_bytes(tensor), sink.batch_bytes):
+        before = job.digests.get((file, piece.offset))
+        hasher = xxhash.xxh3_128() if before else None
+        is_slot = not is_direct(tensor)
+        for block in stager.blocks(tensor) if is_slot else [host_bytes(tensor)]:
+            for part in _parts(block, sink.batch_bytes):
                 _check_stop(job)
+                if hasher:
+                    hasher.update(part)
                 sink.add(part)
-        else:
-            for block in stager.blocks(tensor):
-                _check_stop(job)
-                for part in _parts(block, sink.batch_bytes):
-                    sink.add(part)
+            if is_slot:
                 sink.flush()  # the slot is refilled next
+        if hasher and hasher.digest() != before:
+            raise StateChanged(
+                "a tensor changed while a lazy save was reading it",
+                key=_header(job, piece).key,
+                remedy="Call handle.wait_captured() before anything but a registered optimizer's step changes"
+                " it.",
+            )
     sink.add(piece.tail)
 
 
