@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep import checkpointer, plan, write
+from shardkeep import checkpointer, layout, write
 from shardkeep import manifest as names
 from shardkeep.capture import capture
 from shardkeep.errors import NotCommitted, ShardkeepError
@@ -71,7 +71,7 @@ class UnsyncedWriter:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small states too are written to several files, each in several writes."""
-    monkeypatch.setattr(plan, "_SMALL_FILE_BYTES", 1024)
+    monkeypatch.setattr(layout, "_SMALL_FILE_BYTES", 1024)
     monkeypatch.setattr(write, "_BATCH_BYTES", 2048)
 
 
