@@ -100,14 +100,14 @@ def test_bytes_of_a_tensor_are_its_own_memory() -> None:
 
 
 def test_a_ring_never_holds_more_than_its_pairs(allocations: list[int]) -> None:
-    ring, lock = stage.Ring(3, 1024), threading.Lock()
+    ring, lock = stage.Ring(6 * 1024), threading.Lock()
     in_use: set[int] = set()
     most = 0
 
     def use() -> None:
         nonlocal most
         for _ in range(20):
-            with ring.pair() as (a, b):
+            with ring.pair(1024) as (a, b):
                 with lock:
                     assert not in_use & {a.data_ptr(), b.data_ptr()}  # nobody else writes from these slots
                     in_use.update((a.data_ptr(), b.data_ptr()))
@@ -126,27 +126,27 @@ def test_a_ring_never_holds_more_than_its_pairs(allocations: list[int]) -> None:
 
 
 def test_a_pair_comes_back_after_an_error() -> None:
-    ring = stage.Ring(1, 64)
-    with pytest.raises(ZeroDivisionError), ring.pair():
+    ring = stage.Ring(128)
+    with pytest.raises(ZeroDivisionError), ring.pair(64):
         raise ZeroDivisionError
-    with ring.pair() as slots:
+    with ring.pair(64) as slots:
         assert len(slots) == 2
 
 
 def test_a_ring_survives_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = stage.Ring(1, 64)
+    ring = stage.Ring(128)
 
     def refuse(num_bytes: int) -> torch.Tensor:
         raise MemoryError(num_bytes)
 
     with monkeypatch.context() as patch:
         patch.setattr(stage, "allocate", refuse)
-        with pytest.raises(MemoryError), ring.pair():
+        with pytest.raises(MemoryError), ring.pair(64):
             pass
     taken = threading.Event()
 
     def take() -> None:
-        with ring.pair():
+        with ring.pair(64):
             taken.set()
 
     thread = threading.Thread(target=take, daemon=True)
@@ -158,3 +158,31 @@ def test_the_ring_is_the_process_s_own_and_within_the_budget() -> None:
     config = Config(staging_bytes=1 << 20, io_threads=2)
     assert stage.ring(config) is stage.ring(Config(staging_bytes=1 << 20, io_threads=2))
     assert 2 * config.num_threads * config.slot_bytes <= config.staging_bytes
+
+
+def test_slots_of_another_size_take_the_place_of_idle_ones(allocations: list[int]) -> None:
+    """A background save uses fewer and larger slots than one that training waits for; never both at once."""
+    ring = stage.Ring(1024)
+    with ring.pair(128), ring.pair(128):
+        pass
+    with ring.pair(512):
+        pass
+    assert allocations == [128] * 4 + [-128] * 4 + [512] * 2
+    with pytest.raises(ValueError, match="two slots of 600 bytes do not fit 1024"), ring.pair(600):
+        pass
+
+
+def test_a_large_pair_waits_for_the_small_ones_in_use() -> None:
+    ring = stage.Ring(1024)
+    got = threading.Event()
+
+    def take_large() -> None:
+        with ring.pair(512):
+            got.set()
+
+    with ring.pair(128):
+        thread = threading.Thread(target=take_large)
+        thread.start()
+        assert not got.wait(0.1)
+    thread.join(10)
+    assert got.is_set()

@@ -27,7 +27,7 @@ from shardkeep import commit, layout, write
 from shardkeep.agree import Agreement, agree
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
-from shardkeep.config import Config, resolve
+from shardkeep.config import Config, beside_training, resolve
 from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
 from shardkeep.errors import LoadFailed, SaveFailed
 from shardkeep.freeze import Frozen, Room, freeze, make_room
@@ -109,6 +109,7 @@ class Begun:
     ranks: Coordinator
     target: Target
     config: Config
+    mode: CaptureMode
     agreement: Agreement
     frozen: Frozen
     phases: Phases
@@ -191,7 +192,8 @@ def begin(
     begun = Begun(
         ranks=ranks,
         target=target,
-        config=config,
+        config=config if mode == "sync" else beside_training(config),
+        mode=mode,
         agreement=agreement,
         frozen=frozen,
         phases=phases,
@@ -249,6 +251,7 @@ def _job(begun: Begun) -> write.Job:
         config=begun.config,
         ready=frozen.ready,
         device=frozen.device,
+        quiet=begun.mode != "sync",
         stop=begun.stop,
         read=begun.state_read,
         digests=begun.digests,

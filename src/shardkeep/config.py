@@ -58,6 +58,16 @@ class Config:
         return min(16 * MIB, self.staging_bytes // (2 * self.num_threads))
 
 
+def beside_training(config: Config) -> Config:
+    """The configuration of a save that runs in the background: it should cost the training thread little
+    rather than end soon. Threads that were asked for stay.
+    """
+    chunk_bytes = max(config.chunk_bytes, 8 * MIB)
+    return replace(
+        config, io_threads=config.io_threads or min(2, config.num_threads), chunk_bytes=chunk_bytes
+    )
+
+
 def resolve(config: Config | None) -> Config:
     """The given configuration with the environment's overrides applied."""
     config = config or Config()

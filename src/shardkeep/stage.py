@@ -47,44 +47,59 @@ def _cudart() -> Any:
 
 
 class Ring:
-    """Pairs of slots, shared by all saves of the process. A thread holds one pair at a time, so waiting
-    cannot deadlock.
+    """Pairs of slots, shared by all saves of the process; together at most `total_bytes`. A thread holds one
+    pair at a time, so waiting cannot deadlock.
     """
 
-    def __init__(self, num_pairs: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._left_to_allocate = num_pairs
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._allocated_bytes = 0
         self._idle: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._changed = threading.Condition()
 
     @contextmanager
-    def pair(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A pair of uint8 slots; blocks while all pairs are in use."""
-        slots = self._take()
+    def pair(self, slot_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A pair of uint8 slots; blocks while others hold too much for a new one."""
+        if 2 * slot_bytes > self._total_bytes:
+            raise ValueError(
+                f"two slots of {slot_bytes} bytes do not fit {self._total_bytes} bytes of staging"
+            )
+        slots = self._take(slot_bytes)
         try:
             yield slots
         finally:
             with self._changed:
                 self._idle.append(slots)
-                self._changed.notify()
+                self._changed.notify_all()
 
-    def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _take(self, slot_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._changed:
-            while not self._idle and not self._left_to_allocate:
+            while True:
+                for n, slots in enumerate(self._idle):
+                    if slots[0].numel() == slot_bytes:
+                        return self._idle.pop(n)
+                if self._make_room(2 * slot_bytes):
+                    break
                 self._changed.wait()
-            if self._idle:
-                return self._idle.pop()
-            self._left_to_allocate -= 1
+            self._allocated_bytes += 2 * slot_bytes
         try:
-            return allocate(self.slot_bytes), allocate(self.slot_bytes)
+            return allocate(slot_bytes), allocate(slot_bytes)
         except BaseException:
             with self._changed:
-                self._left_to_allocate += 1
-                self._changed.notify()
+                self._allocated_bytes -= 2 * slot_bytes
+                self._changed.notify_all()
             raise
 
+    def _make_room(self, num_bytes: int) -> bool:
+        """Free idle slots, of another size, as far as that is needed."""
+        while self._allocated_bytes + num_bytes > self._total_bytes and self._idle:
+            for slot in self._idle.pop():
+                self._allocated_bytes -= slot.numel()
+                free(slot)
+        return self._allocated_bytes + num_bytes <= self._total_bytes
 
-_rings: dict[tuple[int, int, bool], Ring] = {}
+
+_rings: dict[tuple[int, bool], Ring] = {}
 _rings_lock = threading.Lock()
 
 
@@ -92,10 +107,10 @@ def ring(config: Config) -> Ring:
     """The process's ring for this configuration. One from before CUDA was used is not pinned, so it is
     another.
     """
-    key = (config.num_threads, config.slot_bytes, uses_cuda())
+    key = (config.staging_bytes, uses_cuda())
     with _rings_lock:
         if key not in _rings:
-            _rings[key] = Ring(config.num_threads, config.slot_bytes)
+            _rings[key] = Ring(config.staging_bytes)
         return _rings[key]
 
 

@@ -33,6 +33,10 @@ _FEW_THREADS = 4
 _BATCH_BYTES = 512 << 10
 _BATCH_OF_MANY_BYTES = 4 << 20
 
+# Beside training each return to Python costs the training thread some 70 us, when it holds the GIL to launch
+# kernels (measured on an H200): then few threads make few calls, each of many bytes.
+_QUIET_SLOT_BYTES = 64 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -45,9 +49,21 @@ class Job:
     config: Config
     ready: torch.cuda.Event | None
     device: int | None = None
+    quiet: bool = False  # a training thread of this process goes on meanwhile
     stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
     read: Callable[[], object] = lambda: None  # called when every byte of the state has been read
     digests: Digests = field(default_factory=dict)  # what the tensors held when the save was begun, if asked
+
+    @property
+    def slot_bytes(self) -> int:
+        share = self.config.staging_bytes // (2 * self.config.num_threads)
+        return min(_QUIET_SLOT_BYTES, share) if self.quiet else self.config.slot_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        if self.quiet:
+            return self.slot_bytes
+        return _BATCH_BYTES if self.config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
 
 
 class Stopped(Exception):
@@ -146,8 +162,8 @@ class _Countdown:
 def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
     try:
-        sink = _Sink(writer, job.config)
-        with stage.ring(job.config).pair() as slots:
+        sink = _Sink(writer, job.config, job.batch_bytes)
+        with stage.ring(job.config).pair(job.slot_bytes) as slots:
             stager = stage.Stager(slots, job.ready)
             for piece in file.pieces:
                 _write_piece(job, file.name, piece, stager, sink)
@@ -163,7 +179,7 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
 def payload_digests(job: Job) -> Digests:
     """What the tensors of a job hold now; for `Job.digests` of the same job."""
     found: Digests = {}
-    with stage.ring(job.config).pair() as slots:
+    with stage.ring(job.config).pair(job.slot_bytes) as slots:
         stager = stage.Stager(slots, job.ready)
         for file in job.files:
             for piece in file.pieces:
@@ -231,8 +247,8 @@ def _parts(view: memoryview, size: int) -> Iterator[memoryview]:
 class _Sink:
     """Collects parts and writes them about a batch at a time, hashing each chunk of the file."""
 
-    def __init__(self, writer: Writer, config: Config) -> None:
-        self.batch_bytes = _BATCH_BYTES if config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
+    def __init__(self, writer: Writer, config: Config, batch_bytes: int) -> None:
+        self.batch_bytes = batch_bytes
         self._chunk_bytes = config.chunk_bytes
         self.size = 0
         self._writer = writer
