@@ -29,7 +29,7 @@ from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
 from shardkeep.config import Config, beside_training, resolve
 from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
-from shardkeep.errors import LoadFailed, SaveFailed
+from shardkeep.errors import LoadFailed, SaveFailed, StateChanged
 from shardkeep.freeze import Frozen, Room, freeze, make_room
 from shardkeep.handle import SaveHandle, background
 from shardkeep.hold import Hold, hold
@@ -116,7 +116,7 @@ class Begun:
     stall_s: float
     hold: Hold | None
     stop: threading.Event = field(default_factory=threading.Event)
-    digests: write.Digests = field(default_factory=dict)  # of tensors that are read later, for debugging
+    digests: write.Digests = field(default_factory=list)  # of tensors that are read later, for debugging
 
     @property
     def captured(self) -> list[Future[None]]:
@@ -142,8 +142,10 @@ class Begun:
         if self.ranks.rank == 0:
             commit.abandon(self.target.storage, self.agreement.attempt)
 
-    def state_read(self) -> None:
+    def state_read(self, job: write.Job) -> None:
         """Every byte of the state has been read: nothing of it is referred to any more, and it may change."""
+        if self.digests:
+            _require_unchanged(self.digests, write.payload_digests(job))
         self.frozen.shards.clear()
         if self.hold:
             self.hold.release()
@@ -153,6 +155,17 @@ class Begun:
         self.frozen.room.release()
         if self.hold and error:
             self.hold.fail(error)
+
+
+def _require_unchanged(before: write.Digests, after: write.Digests) -> None:
+    for (key, digest), (_, now) in zip(before, after, strict=True):
+        if digest != now:
+            raise StateChanged(
+                "a tensor changed while a lazy save was reading it",
+                key=key,
+                remedy="Call handle.wait_captured() before anything but a registered optimizer's step changes"
+                " it.",
+            )
 
 
 def begin(
@@ -201,7 +214,7 @@ def begin(
         hold=hold(target.storage.url, config.deadline_s) if mode != "sync" and frozen.by_reference else None,
     )
     if config.check_capture and begun.hold:
-        begun.digests.update(write.payload_digests(_job(begun)))
+        begun.digests.extend(write.payload_digests(_job(begun)))
     return begun
 
 
@@ -254,7 +267,6 @@ def _job(begun: Begun) -> write.Job:
         quiet=begun.mode != "sync",
         stop=begun.stop,
         read=begun.state_read,
-        digests=begun.digests,
     )
 
 

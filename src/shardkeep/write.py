@@ -16,7 +16,7 @@ import xxhash
 
 from shardkeep import stage
 from shardkeep.config import Config
-from shardkeep.errors import Cancelled, StateChanged
+from shardkeep.errors import Cancelled
 from shardkeep.freeze import Frozen
 from shardkeep.memory import host_bytes, is_direct
 from shardkeep.storage import Storage, Writer
@@ -24,7 +24,7 @@ from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHea
 
 _MAX_PARTS = 256
 
-Digests = dict[tuple[str, int], bytes]  # of a piece's payload, by file and offset
+Digests = list[tuple[str, bytes]]  # key and payload digest of each piece
 
 # What is hashed and then written at a time. With few threads it should still be in the core's cache for the
 # write; with many, each return to Python waits for the GIL, and fewer, larger batches win (measured on 2 and
@@ -51,8 +51,7 @@ class Job:
     device: int | None = None
     quiet: bool = False  # a training thread of this process goes on meanwhile
     stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
-    read: Callable[[], object] = lambda: None  # called when every byte of the state has been read
-    digests: Digests = field(default_factory=dict)  # what the tensors held when the save was begun, if asked
+    read: Callable[[Job], object] = lambda job: None  # called when every byte of the state has been read
 
     @property
     def slot_bytes(self) -> int:
@@ -76,7 +75,7 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     """
     stored: dict[str, StoredFile] = {}
     errors: list[BaseException] = []
-    reading = _Countdown(len(job.files), job.read)
+    reading = _Countdown(len(job.files), lambda: job.read(job))
 
     def write(file: FileLayout) -> None:
         try:
@@ -166,7 +165,7 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
         with stage.ring(job.config).pair(job.slot_bytes) as slots:
             stager = stage.Stager(slots, job.ready)
             for piece in file.pieces:
-                _write_piece(job, file.name, piece, stager, sink)
+                _write_piece(job, piece, stager, sink)
             sink.flush()
         reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
@@ -177,24 +176,19 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
 
 
 def payload_digests(job: Job) -> Digests:
-    """What the tensors of a job hold now; for `Job.digests` of the same job."""
-    found: Digests = {}
+    """What the tensors of a job hold now, in the order of files and pieces. Reads everything."""
+    found: Digests = []
     with stage.ring(job.config).pair(job.slot_bytes) as slots:
         stager = stage.Stager(slots, job.ready)
         for file in job.files:
             for piece in file.pieces:
-                if (tensor := _tensor(job, piece)) is not None:
+                shard = job.shards[piece.shard]
+                if shard is not None and (tensor := _tensor(job, piece)) is not None:
                     hasher = xxhash.xxh3_128()
                     for block in [host_bytes(tensor)] if is_direct(tensor) else stager.blocks(tensor):
                         hasher.update(block)
-                    found[file.name, piece.offset] = hasher.digest()
+                    found.append((shard.header.key, hasher.digest()))
     return found
-
-
-def _header(job: Job, piece: Piece) -> ShardHeader:
-    shard = job.shards[piece.shard]
-    assert shard is not None
-    return shard.header
 
 
 def _tensor(job: Job, piece: Piece) -> torch.Tensor | None:
@@ -206,31 +200,20 @@ def _tensor(job: Job, piece: Piece) -> torch.Tensor | None:
     return shard.tensor.view(box.shape)[piece.box.slices_in(box)]
 
 
-def _write_piece(job: Job, file: str, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
+def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
     _check_stop(job)
     sink.add(piece.head)
     tensor = _tensor(job, piece)
     if tensor is None:
         sink.add(job.payloads[piece.shard])
     else:
-        before = job.digests.get((file, piece.offset))
-        hasher = xxhash.xxh3_128() if before else None
         is_slot = not is_direct(tensor)
         for block in stager.blocks(tensor) if is_slot else [host_bytes(tensor)]:
             for part in _parts(block, sink.batch_bytes):
                 _check_stop(job)
-                if hasher:
-                    hasher.update(part)
                 sink.add(part)
             if is_slot:
                 sink.flush()  # the slot is refilled next
-        if hasher and hasher.digest() != before:
-            raise StateChanged(
-                "a tensor changed while a lazy save was reading it",
-                key=_header(job, piece).key,
-                remedy="Call handle.wait_captured() before anything but a registered optimizer's step changes"
-                " it.",
-            )
     sink.add(piece.tail)
 
 
