@@ -107,7 +107,10 @@ def _own_limits(root: Path) -> Iterator[Free]:
     """RLIMIT_AS and RLIMIT_DATA."""
     pages = _text(root / "proc/self/statm").split()
     for line in _text(root / "proc/self/limits").splitlines():
-        for title, field, name in (("Max address space", 0, "RLIMIT_AS"), ("Max data size", 5, "RLIMIT_DATA")):
+        for title, field, name in (
+            ("Max address space", 0, "RLIMIT_AS"),
+            ("Max data size", 5, "RLIMIT_DATA"),
+        ):
             soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
             if soft.isdecimal():
                 used = int(pages[field]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,8 +11,8 @@ from shardkeep import budget
 
 MIB = 1 << 20
 
-# The ring when nobody has chosen: enough for slots of full size for 8 threads, and of a rank's part of what is
-# free no more than a sixteenth, so that a small machine keeps its memory for training.
+# The ring when nobody has chosen: enough for full slots for 8 threads, and no more than a sixteenth of
+# a rank's part of what is free, so that a small machine keeps its memory for training.
 _STAGING_BYTES = 256 * MIB
 _STAGING_PART_OF_FREE = 16
 _LEAST_AUTOMATIC_SLOT_BYTES = 64 << 10
@@ -26,9 +26,9 @@ class Config:
     """
 
     staging_bytes: int = 0
-    """Host memory per rank for copies on their way to or from storage; split into slots over the I/O threads.
-    0 chooses once per process: 256 MiB, or less where that is more than a sixteenth of this rank's part of the
-    node's free memory.
+    """Host memory per rank for copies on their way to or from storage; split into slots over the I/O
+    threads. 0 chooses once per process: 256 MiB, or less where that is more than a sixteenth of this rank's
+    part of the node's free memory.
     """
     io_threads: int = 0
     """Threads and files per rank; 0 takes the cores this process may use, at most 8."""
@@ -55,8 +55,9 @@ class Config:
         least = 2 * self.num_threads * _LEAST_SLOT_BYTES
         if 0 < self.staging_bytes < least:
             raise ValueError(
-                f"Config.staging_bytes of {self.staging_bytes} is too small: {self.num_threads} threads with two "
-                f"slots of {_LEAST_SLOT_BYTES} bytes each need {least}. Raise it, lower io_threads, or leave it 0."
+                f"Config.staging_bytes of {self.staging_bytes} is too small: {self.num_threads} threads with "
+                f"two slots of {_LEAST_SLOT_BYTES} bytes each need {least}. Raise it, lower io_threads, or "
+                "leave it 0."
             )
 
     @property
@@ -72,15 +73,20 @@ class Config:
 
 
 def resolve(config: Config | None) -> Config:
-    """The given configuration with the environment's overrides applied and what is automatic chosen."""
+    """`overridden`, and what is automatic chosen for this process."""
+    config = overridden(config)
+    return config if config.staging_bytes else replace(config, staging_bytes=_automatic_staging(config))
+
+
+def overridden(config: Config | None) -> Config:
+    """The given configuration with the environment's overrides applied."""
     config = config or Config()
     overrides: dict[str, Any] = {}
     for f in fields(Config):
         text = os.environ.get(f"SHARDKEEP_{f.name.upper()}")
         if text is not None:
             overrides[f.name] = _parse(f.name, text, getattr(config, f.name))
-    config = replace(config, **overrides) if overrides else config
-    return config if config.staging_bytes else replace(config, staging_bytes=_automatic_staging(config))
+    return replace(config, **overrides) if overrides else config
 
 
 def _automatic_staging(config: Config) -> int:
