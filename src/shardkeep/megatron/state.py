@@ -202,7 +202,8 @@ class MegatronTemplate:
                 self._merge(path, factory)
         for quantised, node in self._apart.quantised if self._quantise else ():
             if node.key not in absent:
-                quantised.detach().copy_(node.data)
+                with torch.no_grad():
+                    quantised.copy_(node.data)
         _overwrite_common(self._state, self._apart.common, common)
 
     def _merge(self, path: Path, factory: ShardedTensorFactory) -> None:
