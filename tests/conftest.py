@@ -17,10 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import shardkeep
 from shardkeep import stage
 from shardkeep.testing.cluster import ClusterPool
 
 TESTS = Path(__file__).resolve().parent
+SOURCES = Path(shardkeep.__file__).parents[1]  # the package under test, also where another one is installed
 
 # An example takes as long as a busy machine makes it take.
 settings.register_profile("shardkeep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -56,7 +58,7 @@ def ray_local() -> Iterator[ModuleType]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=128 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": f"{TESTS}{os.pathsep}{SOURCES}", "OMP_NUM_THREADS": "1"}},
     )
     yield ray
     ray.shutdown()

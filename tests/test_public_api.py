@@ -111,7 +111,7 @@ def test_every_public_function_says_what_it_does() -> None:
 
 def test_settings_are_keywords_with_their_defaults() -> None:
     assert {f.name: f.default for f in dataclasses.fields(sk.Config)} == {
-        "staging_bytes": 256 << 20,
+        "staging_bytes": 0,
         "io_threads": 0,
         "chunk_bytes": 1 << 20,
         "split_bytes": 64 << 20,

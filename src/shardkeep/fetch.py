@@ -162,7 +162,7 @@ def fetch(
                 thread.join()
         readers.close()
     if shared.error is not None:
-        raise shared.error
+        raise shared.taken()
     return sum(unit.end - unit.start for unit in units)
 
 
@@ -179,10 +179,23 @@ class _Shared:
         with self._lock:
             return None if self.error is not None or self.stopped else next(self._units, None)
 
+    def taken(self) -> BaseException:
+        """The first error, no longer held here: it and a frame of its traceback would keep each other."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
     def fail(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
                 self.error = error
+
+
+def _unreadable(error: OSError, url: str) -> Corrupt | LoadFailed:
+    kind = Corrupt if isinstance(error, FileNotFoundError) else LoadFailed
+    found = kind(f"a file cannot be read: {error}", path=url)
+    found.__cause__ = error
+    return found
 
 
 class _Worker:
@@ -211,10 +224,7 @@ class _Worker:
                 self._do(unit)
                 self._readers.done(unit.file)
         except OSError as e:
-            error = Corrupt if isinstance(e, FileNotFoundError) else LoadFailed
-            found = error(f"a file cannot be read: {e}", path=self._url)
-            found.__cause__ = e
-            self._shared.fail(found)
+            self._shared.fail(_unreadable(e, self._url))
         except BaseException as e:
             self._shared.fail(e)
         finally:

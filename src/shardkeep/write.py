@@ -86,12 +86,18 @@ def write_files(job: Job) -> dict[str, StoredFile]:
             errors.append(e)
 
     _run([threading.Thread(target=write, args=(f,), name="shardkeep-write") for f in job.files], job.stop)
-    for error in errors:
-        if not isinstance(error, Stopped):
-            raise error
     if errors:
-        raise Cancelled("the save was cancelled")
+        raise _first(errors)
     return stored
+
+
+def _first(errors: list[BaseException]) -> BaseException:
+    """The error that stopped the others, taken off the list: a list in one of the frames of its traceback
+    would keep it, and the state, until cycles are collected.
+    """
+    found = next((e for e in errors if not isinstance(e, Stopped)), None)
+    errors.clear()
+    return found or Cancelled("the save was cancelled")
 
 
 def _run(threads: Sequence[threading.Thread], stop: threading.Event) -> None:

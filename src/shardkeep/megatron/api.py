@@ -90,7 +90,7 @@ def load(
         loading = Loading(
             storage_for(checkpoint_dir),
             resolve(None),
-            lambda: MegatronTemplate(sharded_state_dict),
+            lambda: MegatronTemplate(sharded_state_dict, quantise=False),
             rule.judge,
             check=_check_access if validate_access_integrity else lambda ranks, template: None,
         )
