@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardkeep import stage
 from shardkeep.arena import Arena, padded_bytes
@@ -111,3 +112,18 @@ def test_copies_in_a_segment_are_bit_equal_and_apart() -> None:
         assert torch.equal(twin, tensor) and twin.is_contiguous()
         assert twin.dtype == tensor.dtype and not twin.is_conj()
     assert segment.used_bytes == sum(map(padded_bytes, tensors)) <= segment.buffer.numel()
+
+
+def test_outgrown_memory_is_gone_before_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the peak of a state that has grown is the old and the new segment together."""
+    arena, allocate, gone = Arena(), stage.allocate, []
+    arena.give_back(arena.take(2000))
+    old = StorageWeakRef(arena._idle[0].untyped_storage())
+
+    def observed(num_bytes: int) -> torch.Tensor:
+        gone.append(old.expired())
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(stage, "allocate", observed)
+    arena.take(4000)
+    assert gone == [True]

@@ -85,10 +85,9 @@ class Arena:
         """New memory. Idle segments that a state has outgrown go first, and if room is short all that are
         too small.
         """
-        outgrown = [b for b in self._idle if num_bytes // _LOOSE < b.numel() < num_bytes]
-        limit = self._free(outgrown, limit_bytes)
+        limit = self._free(num_bytes / _LOOSE, num_bytes, limit_bytes)
         if limit is not None and limit < num_bytes:
-            limit = self._free([b for b in self._idle if b.numel() < num_bytes], limit)
+            limit = self._free(0, num_bytes, limit)
         if limit is not None and limit < num_bytes:
             return None
         try:
@@ -96,12 +95,16 @@ class Arena:
         except (RuntimeError, MemoryError):  # torch's allocator and CUDA's page lock raise RuntimeError
             return None
 
-    def _free(self, buffers: list[torch.Tensor], limit_bytes: int | None) -> int | None:
-        """Return idle buffers to the system; the limit that applies afterwards."""
-        self._idle = [b for b in self._idle if all(b is not gone for gone in buffers)]
-        for buffer in buffers:
-            stage.free(buffer)
-        return None if limit_bytes is None else limit_bytes + sum(b.numel() for b in buffers)
+    def _free(self, least_bytes: float, below_bytes: int, limit_bytes: int | None) -> int | None:
+        """Return idle buffers of these sizes to the system; the limit that applies afterwards. No name keeps
+        one of them: their memory has to be gone before more is asked for.
+        """
+        freed_bytes = 0
+        for n in reversed(range(len(self._idle))):
+            if least_bytes <= self._idle[n].numel() < below_bytes:
+                freed_bytes += self._idle[n].numel()
+                stage.free(self._idle.pop(n))
+        return None if limit_bytes is None else limit_bytes + freed_bytes
 
 
 arena = Arena()
