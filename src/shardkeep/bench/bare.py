@@ -28,8 +28,9 @@ class Host:
     def __init__(self, state: State, target: State) -> None:
         self.state, self._locked = state, None
         if any(tensor.is_cuda for tensor in state.values()):
-            self._locked = lock_pages(min(_HOST_BYTES, sum(t.nbytes for t in state.values())))
-            parts = _places(state, self._locked)
+            sizes = [tensor.nbytes for tensor in state.values()]
+            self._locked = lock_pages(min(max(_HOST_BYTES, *sizes), sum(sizes)))
+            parts = _places(sizes, self._locked)
             self.source, self.sink = parts, parts
         else:
             self.source, self.sink = _bytes_of(state), _bytes_of(target)
@@ -90,15 +91,12 @@ def _bytes_of(state: State) -> list[torch.Tensor]:
     return [tensor.reshape(-1).view(torch.uint8) for tensor in state.values()]
 
 
-def _places(state: State, buffer: torch.Tensor) -> list[torch.Tensor]:
+def _places(sizes: Sequence[int], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """One part after the other, from the buffer's start again when it is used up."""
     places, end = [], 0
-    for tensor in state.values():
-        if tensor.nbytes > buffer.numel():
-            raise ValueError(
-                f"a tensor of {tensor.nbytes} bytes is larger than the buffer of {buffer.numel()}"
-            )
-        start = end if end + tensor.nbytes <= buffer.numel() else 0
-        end = start + tensor.nbytes
+    for size in sizes:
+        start = end if end + size <= buffer.numel() else 0
+        end = start + size
         places.append(buffer[start:end])
     return places
 

@@ -80,11 +80,11 @@ def megatron(state: State, target: State) -> Contestant:
 
     def save(path: Path) -> None:
         path.mkdir(exist_ok=True)
-        with _cuda_or_nothing():
+        with cuda_or_nothing():
             dist_checkpointing.save(sharded(state), str(path))
 
     def load(path: Path) -> None:
-        with _cuda_or_nothing():
+        with cuda_or_nothing():
             loaded = dist_checkpointing.load(sharded(target), str(path))
         target.update({key: loaded[key] for key in target})
 
@@ -93,7 +93,7 @@ def megatron(state: State, target: State) -> Contestant:
 
 
 @contextmanager
-def _cuda_or_nothing() -> Iterator[None]:
+def cuda_or_nothing() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
