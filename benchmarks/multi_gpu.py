@@ -77,6 +77,7 @@ class RayLauncher:
             address="local",
             num_cpus=num_ranks,
             include_dashboard=False,
+            log_to_driver=False,
             runtime_env={"env_vars": {"PYTHONPATH": paths}},
         )
 

@@ -89,7 +89,8 @@ class BenchOptions:
     def check_room(self) -> None:
         """WrongOption if the run would not fit: better now than by the OOM killer in the middle."""
         copies = 2 if self.device == "cpu" else 0  # the state, and what loads fill
-        copies += 1 + ("dcp-async" in self.chosen_peers)  # a snapshot, and a peer's
+        stage_all = {"dcp-async"} if self.device == "cpu" else {"dcp-async", "megatron"}
+        copies += 1 + bool(stage_all & set(self.chosen_peers))  # a snapshot, and a peer's
         copies += _is_tmpfs(self.path)
         _require("memory", copies * self.num_bytes, available_bytes(), "--gib")
         _require(

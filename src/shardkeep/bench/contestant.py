@@ -92,10 +92,10 @@ def measure(contestants: Sequence[Contestant], field: Field, num_rounds: int) ->
         failure = None
         try:
             _cold(each, field, samples[each.name])
-        except WrongBytes:
+        except (WrongBytes, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as e:  # a peer that does not work here must not take the others with it
-            failure = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        except BaseException as e:  # a peer's failure must not end the run; DCP's errors are no `Exception`
+            failure = f"{type(e).__name__}: {' '.join(str(e).split())[-300:]}"  # the cause comes last
         samples[each.name].failed = field.agree(failure)
         runners += [] if samples[each.name].failed else [each]
     for number in range(num_rounds):
