@@ -5,6 +5,7 @@ the launching thread limits (thousands of tiny kernels), which any other Python 
 is forward and backward: that is what runs while the state streams; the optimizer's step ends the streaming by
 waiting for it. Each round times the loop alone, beside a save, and alone again; the mean counts, so that a
 few long steps are not lost. What was saved is then compared with the state from before the optimizer stepped.
+The number of threads is shardkeep's own choice here: fewer than a synchronous save takes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,6 @@ class Saved:
 
     def __init__(self, options: BenchOptions) -> None:
         self._options = options
-        self._config = sk.Config(io_threads=options.threads)
         state = make_state(options, 0, 1)
         self._parameters = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
         self._optimizer = torch.optim.SGD(self._parameters.values(), lr=0.1)
@@ -111,7 +111,7 @@ class Saved:
         before = changing.detach().clone()
         synchronize(self._options.device)
         start = time.perf_counter()
-        handle = sk.save_async(self._parameters, path, capture="lazy", config=self._config)
+        handle = sk.save_async(self._parameters, path, capture="lazy")
         found.stall_ms.append((time.perf_counter() - start) * 1e3)
         beside = self._until_captured(step, handle)
         found.streamed_s.append(time.perf_counter() - start)
@@ -160,7 +160,7 @@ class Saved:
         return time.perf_counter() - start
 
     def _check(self, path: Path, changing: torch.nn.Parameter, before: torch.Tensor) -> None:
-        sk.load(self._target, path, config=self._config)
+        sk.load(self._target, path)
         for key, parameter in self._parameters.items():
             expected = before if parameter is changing else parameter.detach()
             if not torch.equal(self._target[key], expected):

@@ -51,7 +51,7 @@ class Samples:
 class Contestant:
     """A way to save and load. `save` returns the seconds for which it held the caller where those are not
     all. `load` fills the target; `times_load` is off where another contestant's is the same, `is_checked`
-    where it fills something else.
+    where it fills something else. `keeps`: what has to live as long.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Contestant:
     load: Callable[[Path], None] | None = None
     times_load: bool = True
     is_checked: bool = True
+    keeps: list[object] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)

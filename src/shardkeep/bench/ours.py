@@ -19,7 +19,7 @@ def contestants(state: State, target: State, config: sk.Config) -> list[Contesta
     """What this version can do."""
     found = [synchronous(state, target, config), asynchronous(SNAPSHOT, state, target, config)]
     if has_lazy():
-        found.append(asynchronous(LAZY, trained(state), target, config))
+        found.append(lazy(state, target, config))
     return found
 
 
@@ -28,13 +28,14 @@ def has_lazy() -> bool:
     return hasattr(sk, "register_optimizer")
 
 
-def trained(state: State) -> dict[str, torch.nn.Parameter]:
-    """The state's memory as parameters of an optimizer that shardkeep knows, so that lazy capture may take
-    its time with them.
-    """
+def lazy(state: State, target: State, config: sk.Config) -> Contestant:
+    """The state's memory as parameters of an optimizer that shardkeep knows, so that it may stream them."""
     parameters = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
-    register(torch.optim.SGD(parameters.values(), lr=0.1))
-    return parameters
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    register(optimizer)
+    found = asynchronous(LAZY, parameters, target, config)
+    found.keeps.append(optimizer)
+    return found
 
 
 def register(optimizer: Any) -> None:

@@ -170,7 +170,7 @@ class Measuring:
         before = gpt.digests(self.state)
         alone = self._micro_steps(lambda: False, self.options.steps)
         stall_s, handle = self._timed(
-            lambda: sk.save_async(self.state, path, capture="lazy", config=self.options.config)
+            lambda: sk.save_async(self.state, path, capture="lazy")  # with as many threads as it finds right
         )
         with ThreadPoolExecutor(1) as waiting:
             captured = waiting.submit(handle.wait_captured)

@@ -121,8 +121,8 @@ def _numels(options: BenchOptions, item_bytes: int) -> list[int]:
 def scratch_of(path: Path, rank: int) -> Iterator[Path]:
     """A new directory that all ranks share, removed at the end."""
     chosen: list[Any] = [tempfile.mkdtemp(dir=path, prefix="shardkeep-bench-") if rank == 0 else None]
-    dist.broadcast_object_list(chosen)
     try:
+        dist.broadcast_object_list(chosen)
         yield Path(os.fspath(chosen[0]))
     finally:
         if rank == 0:
