@@ -14,8 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+from shardkeep import stage
 from shardkeep.testing.cluster import ClusterPool
 
 TESTS = Path(__file__).resolve().parent
@@ -63,3 +65,22 @@ def ray_local() -> Iterator[ModuleType]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The Ray tests first: one group, since there is one Ray at a time, and the longest that a worker has."""
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes of all buffers that staging has asked for; freed ones as negative numbers."""
+    made: list[int] = []
+    allocate, free = stage.allocate, stage.free
+
+    def counted_allocate(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return allocate(num_bytes)
+
+    def counted_free(buffer: torch.Tensor) -> None:
+        made.append(-buffer.numel())
+        free(buffer)
+
+    monkeypatch.setattr(stage, "allocate", counted_allocate)
+    monkeypatch.setattr(stage, "free", counted_free)
+    yield made

@@ -29,6 +29,9 @@ class Config:
     """`xxh3_128`, or `none` to leave checksums out."""
     deadline_s: float = 600.0
     """Longest wait for another rank, in seconds; the error names the ranks that are missing."""
+    check_capture: bool = False
+    """For debugging: a lazy save reads the state twice and fails if anything has changed it in between. The
+    first reading holds training."""
     durable: bool = True
     """fsync files and directories before committing."""
 
@@ -53,6 +56,16 @@ class Config:
     def slot_bytes(self) -> int:
         """Two slots per thread: one is filled while the other is written. At most 16 MiB each."""
         return min(16 * MIB, self.staging_bytes // (2 * self.num_threads))
+
+
+def beside_training(config: Config) -> Config:
+    """The configuration of a save that runs in the background: it should cost the training thread little
+    rather than end soon. Threads that were asked for stay.
+    """
+    chunk_bytes = max(config.chunk_bytes, 8 * MIB)
+    return replace(
+        config, io_threads=config.io_threads or min(2, config.num_threads), chunk_bytes=chunk_bytes
+    )
 
 
 def resolve(config: Config | None) -> Config:

@@ -80,13 +80,16 @@ class CheckpointActor:
     def shardkeep_start(self, token: str, target: Target, config: Config) -> float:
         """Capture and copy the state, go on in the background; the seconds that this actor was held."""
         start = time.perf_counter()
-        begun = checkpointer.begin(self.checkpoint_state(), target, config, snapshot=True)
+        begun = checkpointer.begin(self.checkpoint_state(), target, config, mode="snapshot")
 
         def cancel() -> None:
             begun.stop.set()
             begun.ranks.fail(Cancelled("the save was given up", path=target.storage.url))
 
-        self._saves()[token] = background.submit(lambda: checkpointer.finish(begun), cancel=cancel)
+        self._saves()[token] = background.submit(
+            lambda: checkpointer.finish(begun), cancel=cancel, captured=begun.captured
+        )
+        begun.wait_unguarded()
         return time.perf_counter() - start
 
     def shardkeep_poll(self, token: str) -> SaveReport | None:
