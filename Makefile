@@ -20,7 +20,7 @@ check: $(VENV)/.stamp-test
 	scripts/check
 
 bench: $(VENV)/.stamp-test
-	$(BIN)/python benchmarks/save_load.py
+	$(BIN)/shardkeep bench
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "shardkeep needs Python 3.11 or newer, with venv" >&2; exit 1; }

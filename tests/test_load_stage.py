@@ -446,39 +446,3 @@ def test_read_tensor_makes_one(tmp_path: Path) -> None:
     assert bits(part) == bits(source[2:6, 3:8])
     assert read_tensor(storage, catalog, "s", CONFIG).item() == 3.5
     assert read_tensor(storage, catalog, "e", CONFIG).shape == (0, 2)
-
-
-# --- device ---
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str
-)
-def test_device_tensors_of_any_strides(tmp_path: Path, dtype: torch.dtype) -> None:
-    shape = (301, 517)
-    source = random(*shape, dtype=dtype)
-    craft(tmp_path, {"w": (source, grid(shape, (3, 2))), "odd": torch.ones(1), "small": source[0].clone()})
-    plain = torch.zeros(shape, dtype=dtype, device="cuda")
-    turned = torch.zeros(shape[::-1], dtype=dtype, device="cuda").t()
-    small = torch.zeros(shape[1:], dtype=dtype, device="cuda")
-    part = torch.zeros((100, 200), dtype=dtype, device="cuda")
-    box = Box(offset=(150, 200), shape=(100, 200))
-    fill(
-        tmp_path,
-        [
-            all_of("w", plain),
-            all_of("w", turned),
-            all_of("small", small),
-            Target(key="w", box=box, tensor=part),
-        ],
-    )
-    assert bits(plain.cpu()) == bits(turned.cpu()) == bits(source)
-    assert bits(small.cpu()) == bits(source[0])
-    assert bits(part.cpu()) == bits(source[150:250, 200:400])
-    if dtype == torch.float32:
-        half = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-        finite = torch.randn(shape)
-        craft(tmp_path / "finite", {"w": finite})
-        fill(tmp_path / "finite", [all_of("w", half, cast=True)])
-        assert torch.equal(half.cpu(), finite.bfloat16())

@@ -1,0 +1,190 @@
+"""Section `beside`: how much slower a training loop steps while a lazy save streams the state out.
+
+Two loops: one that the GPU's arithmetic limits (large bf16 matrix products, forward and backward), one that
+the launching thread limits (thousands of tiny kernels), which any other Python thread disturbs. A step here
+is forward and backward: that is what runs while the state streams; the optimizer's step ends the streaming by
+waiting for it. Each round times the loop alone, beside a save, and alone again; the mean counts, so that a
+few long steps are not lost. What was saved is then compared with the state from before the optimizer stepped.
+The number of threads is shardkeep's own choice here: fewer than a synchronous save takes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import shardkeep as sk
+from shardkeep.bench import ours
+from shardkeep.bench.config import BenchOptions
+from shardkeep.bench.contestant import State, WrongBytes
+from shardkeep.bench.machine import synchronize
+from shardkeep.bench.rows import Row
+from shardkeep.bench.speed import make_state
+
+_ALONE_S = 0.7
+_WARM_STEPS = 5
+Step = Callable[[], object]
+
+
+@dataclass(kw_only=True, slots=True)
+class Beside:
+    """What the rounds of one loop found."""
+
+    slowdown_percent: list[float] = field(default_factory=list)
+    stall_ms: list[float] = field(default_factory=list)
+    streamed_s: list[float] = field(default_factory=list)
+    optimizer_wait_ms: list[float] = field(default_factory=list)
+    num_steps: list[int] = field(default_factory=list)
+
+
+def run(options: BenchOptions) -> list[Row]:
+    """Rows of the section; absent while shardkeep has no lazy capture."""
+    loops = (("compute-bound", compute_bound, 3.0), ("launch-bound", launch_bound, 10.0))
+    if not ours.has_lazy():
+        return [_row(name, limit, None) for name, _, limit in loops]
+    saved = Saved(options)
+    return [
+        _row(name, limit, saved.beside(build(options.device), options.rounds)) for name, build, limit in loops
+    ]
+
+
+def compute_bound(device: str) -> Step:
+    """Forward and backward of four square layers."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (256, torch.float32)
+    weights = [torch.randn(size, size, device=device, dtype=dtype).requires_grad_() for _ in range(4)]
+    batch = torch.randn(size, size, device=device, dtype=dtype)
+
+    def step() -> None:
+        hidden = batch
+        for weight in weights:
+            hidden = (hidden @ weight) * size**-0.5
+        hidden.sum().backward()  # type: ignore[no-untyped-call]
+        for weight in weights:
+            weight.grad = None
+
+    return step
+
+
+def launch_bound(device: str) -> Step:
+    """Three thousand additions of a thousand numbers."""
+    small = torch.zeros(1024, device=device)
+
+    def step() -> None:
+        for _ in range(3000):
+            small.add_(1.0)
+
+    return step
+
+
+class Saved:
+    """The state, an optimizer over it that shardkeep knows, and where it is saved."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self._options = options
+        state = make_state(options, 0, 1)
+        self._parameters = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
+        self._optimizer = torch.optim.SGD(self._parameters.values(), lr=0.1)
+        ours.register(self._optimizer)
+        self._target: State = {key: torch.empty_like(tensor) for key, tensor in state.items()}
+
+    def beside(self, step: Step, num_rounds: int) -> Beside:
+        """Rounds of one loop; the first save, which allocates, is not among them."""
+        found = Beside()
+        for _ in range(_WARM_STEPS):
+            self._timed(step)
+        for number in range(num_rounds + 1):
+            with tempfile.TemporaryDirectory(dir=self._options.path, prefix="shardkeep-bench-") as scratch:
+                self._round(step, Path(scratch) / "checkpoint", Beside() if number == 0 else found)
+        return found
+
+    def _round(self, step: Step, path: Path, found: Beside) -> None:
+        alone = self._alone(step)
+        changing = next(iter(self._parameters.values()))
+        before = changing.detach().clone()
+        synchronize(self._options.device)
+        start = time.perf_counter()
+        handle = sk.save_async(self._parameters, path, capture="lazy")
+        found.stall_ms.append((time.perf_counter() - start) * 1e3)
+        beside = self._until_captured(step, handle)
+        found.streamed_s.append(time.perf_counter() - start)
+        found.optimizer_wait_ms.append(self._optimizer_step(changing) * 1e3)
+        handle.wait()
+        alone += self._alone(step)
+        found.num_steps.append(len(beside))
+        if beside:
+            found.slowdown_percent.append((statistics.mean(beside) / statistics.mean(alone) - 1) * 100)
+        self._check(path, changing, before)
+        shutil.rmtree(path)
+
+    def _alone(self, step: Step) -> list[float]:
+        seconds: list[float] = []
+        while sum(seconds) < _ALONE_S:
+            seconds.append(self._timed(step))
+        return seconds
+
+    def _until_captured(self, step: Step, handle: sk.SaveHandle[sk.SaveReport]) -> list[float]:
+        """Step while the state streams; the last step, which may have run beyond, is left out."""
+        captured, seconds = threading.Event(), list[float]()
+
+        def watch() -> None:
+            try:
+                handle.wait_captured()
+            finally:
+                captured.set()
+
+        threading.Thread(target=watch, name="bench-captured", daemon=True).start()
+        while not captured.is_set():
+            seconds.append(self._timed(step))
+        return seconds[:-1]
+
+    def _optimizer_step(self, changing: torch.nn.Parameter) -> float:
+        changing.grad = torch.ones_like(changing)
+        start = time.perf_counter()
+        self._optimizer.step()
+        synchronize(self._options.device)
+        changing.grad = None
+        return time.perf_counter() - start
+
+    def _timed(self, step: Step) -> float:
+        start = time.perf_counter()
+        step()
+        synchronize(self._options.device)
+        return time.perf_counter() - start
+
+    def _check(self, path: Path, changing: torch.nn.Parameter, before: torch.Tensor) -> None:
+        sk.load(self._target, path)
+        for key, parameter in self._parameters.items():
+            expected = before if parameter is changing else parameter.detach()
+            if not torch.equal(self._target[key], expected):
+                raise WrongBytes(f"a lazy save beside training did not keep {key} as it was at the call")
+
+
+def _row(name: str, limit: float, found: Beside | None) -> Row:
+    slowdown = statistics.median(found.slowdown_percent) if found and found.slowdown_percent else None
+    note = ""
+    if found:
+        steps, streamed_s, stall_ms, wait_ms = (
+            statistics.median(values)
+            for values in (found.num_steps, found.streamed_s, found.stall_ms, found.optimizer_wait_ms)
+        )
+        note = (
+            f"{steps:.0f} steps beside {streamed_s:.2f} s of streaming; stall {stall_ms:.1f} ms; "
+            f"optimizer step {wait_ms:.1f} ms"
+        )
+    return Row(
+        what=f"slowdown of a {name} loop beside a lazy save",
+        target=limit,
+        sense="<=",
+        reached=slowdown,
+        unit="%",
+        note=note,
+        error="no whole step fitted beside the save: raise --gib" if found and slowdown is None else None,
+    )
