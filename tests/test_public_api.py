@@ -39,7 +39,7 @@ STEP_SIGNATURES = {
 }
 REPORTS = {
     "SaveReport": "path attempt num_bytes num_items num_files seconds stall_s manifest_digest",
-    "LoadReport": "path num_bytes read_bytes seconds missing unexpected",
+    "LoadReport": "path num_bytes read_bytes received_bytes seconds missing unexpected",
     "VerifyReport": "path num_files num_bytes problems checksums",
     "StepReport": "step path num_bytes stall_s seconds components",
 }

@@ -29,6 +29,10 @@ class Config:
     """`xxh3_128`, or `none` to leave checksums out."""
     deadline_s: float = 600.0
     """Longest wait for another rank, in seconds; the error names the ranks that are missing."""
+    read_once: str = "auto"
+    """Whether a load reads each byte that several ranks need from storage once and sends it to the others:
+    `on`, `off`, or `auto`, which is on for object stores and network file systems. Rank 0's setting counts.
+    """
     durable: bool = True
     """fsync files and directories before committing."""
 
@@ -38,6 +42,8 @@ class Config:
                 raise ValueError(f"Config.{name} must be positive, got {getattr(self, name)}")
         if self.checksum not in ("xxh3_128", "none"):
             raise ValueError(f"Config.checksum must be 'xxh3_128' or 'none', got {self.checksum!r}")
+        if self.read_once not in ("auto", "on", "off"):
+            raise ValueError(f"Config.read_once must be 'auto', 'on' or 'off', got {self.read_once!r}")
         if self.io_threads < 0:
             raise ValueError(f"Config.io_threads must not be negative, got {self.io_threads}")
         if self.staging_bytes < 2 * self.num_threads * 4096:
