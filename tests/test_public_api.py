@@ -116,6 +116,7 @@ def test_settings_are_keywords_with_their_defaults() -> None:
         "split_bytes": 64 << 20,
         "checksum": "xxh3_128",
         "deadline_s": 600.0,
+        "read_once": "auto",
         "durable": True,
     }
     with pytest.raises(TypeError):

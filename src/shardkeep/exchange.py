@@ -47,6 +47,7 @@ from shardkeep.fetch import (
 )
 from shardkeep.once import OWN, Share
 from shardkeep.ranges import Unit
+from shardkeep.stage import current_device, use_device
 from shardkeep.storage import Storage
 
 _WATCH_S = 0.05
@@ -158,6 +159,8 @@ class _Exchange:
         self._gone: dict[int, str] = {}
         self._stopped = False
         self._moved_bytes = 0
+        self._num_reading = 0
+        self._device = current_device()
 
     # -- the caller's thread
 
@@ -168,7 +171,7 @@ class _Exchange:
         lengths = [t.end - t.start for t in job.tasks if not t.address and not (t.own and t.own[0].archive)]
         lengths += [job.units[n].end - job.units[n].start for n in job.owed if not job.units[n].address]
         scratch = Scratch(job.config, max(lengths, default=0))
-        count = scratch.num_pairs
+        count = min(scratch.num_pairs, max(len(job.tasks), len(job.owed)))
         pairs = [held.enter_context(scratch.pair()) for _ in range(count if lengths else 0)]
         for _, slot in pairs:
             self._slots.put(slot)
@@ -194,14 +197,15 @@ class _Exchange:
                     return
             self._ranks.check()
             now = time.monotonic()
+            patience_s = self._job.config.deadline_s
             if self._moved_bytes != moved:
                 moved, since = self._moved_bytes, now
             if self._gone:
                 gone_since = gone_since or now
                 if now - gone_since > _GRACE_S:
                     self._raise_gone()
-            elif now - since > self._job.config.deadline_s:
-                self._raise_silent()
+            elif now - since > (2 * patience_s if self._num_reading else patience_s):
+                self._raise_silent()  # later if our own storage is silent too: others may wait for us
 
     def _raise_gone(self) -> None:
         rank, why = next(iter(self._gone.items()))
@@ -234,6 +238,7 @@ class _Exchange:
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
+            use_device(self._device)
             work()
         except PeerGone as e:
             self.gone(e)
@@ -254,6 +259,10 @@ class _Exchange:
 
     def moved(self, num_bytes: int) -> None:
         self._moved_bytes += num_bytes  # threads may lose an update; it is watched for changes only
+
+    def _count_reading(self, change: int) -> None:
+        with self._changed:
+            self._num_reading += change
 
     def _next_task(self) -> Task | None:
         with self._changed:
@@ -287,7 +296,9 @@ class _Exchange:
             data = part_for(slot, task.own[0], task.start, task.end)
             address = data.data_ptr()
         into = memory(address, task.end - task.start)
+        self._count_reading(1)
         read_checked(reader, job.checker, task.file, job.url, task.start, into)
+        self._count_reading(-1)
         if slot is not None:
             for unit in task.own:
                 placer.place(unit, data[unit.start - task.start : unit.end - task.start])

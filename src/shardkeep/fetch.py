@@ -29,7 +29,7 @@ from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.errors import Corrupt, LoadFailed, ShardkeepError
 from shardkeep.ranges import Archive, Flat, Strided, Unit
-from shardkeep.stage import allocate, free, ring
+from shardkeep.stage import allocate, current_device, free, ring, use_device
 from shardkeep.storage import Reader, Storage
 
 DIGEST_BYTES = 16
@@ -153,14 +153,15 @@ def fetch(
     )
     count = max(1, min(scratch.num_pairs, len(units)))
     workers = [_Worker(catalog, readers, shared, scratch, ready or {}) for _ in range(count)]
+    device = current_device()
     threads = [
-        threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True)
+        threading.Thread(target=w.run, args=(device,), name=f"shardkeep-load-{n}", daemon=True)
         for n, w in enumerate(workers[1:], 1)
     ]
     try:
         for thread in threads:
             thread.start()
-        workers[0].run()
+        workers[0].run(device)
     finally:  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
         shared.stopped = True
         for thread in threads:
@@ -209,9 +210,10 @@ class _Worker:
         self._copied: list[list[torch.cuda.Event]] = [[], []]
         self._turn = 0
 
-    def run(self) -> None:
+    def run(self, device: int | None) -> None:
         with ExitStack() as held:
             try:
+                use_device(device)
                 while (unit := self._shared.next()) is not None:
                     if not self._slots and not unit.address and unit.archive is None:
                         self._slots = held.enter_context(self._scratch.pair())

@@ -12,7 +12,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,30 +46,70 @@ def assign(needs: Sequence[Numbers], room: int, group_ranks: int = GROUP_RANKS) 
     ranks_of: dict[bytes, list[int]] = {}
     for rank, need in enumerate(needs):
         ranks_of.setdefault(need.tobytes(), []).append(rank)
-    members = list(ranks_of.values())
-    rows = _sorted_rows([needs[ranks[0]] for ranks in members])
-    sources = [np.full(len(need), OWN, np.int64) for need in needs]
+    members = [np.array(ranks) for ranks in ranks_of.values()]
+    layouts = [needs[ranks[0]] for ranks in members]
+    sources = [
+        np.full((len(ranks), len(need)), OWN, np.int64) for ranks, need in zip(members, layouts, strict=True)
+    ]
     load = np.array([int((need[:, 2] - need[:, 1]).sum()) for need in needs], np.int64)
+    groups = lru_cache(maxsize=None)(partial(_groups, members, group_ranks))
     shared = []
-    for cluster in _clusters(rows, np.array([len(ranks) for ranks in members]), room):
-        everyone = sorted({r for row in cluster for r in members[row[3]]})
-        if len(everyone) > 1:
-            shared.append((everyone, cluster))
+    for cluster in _clusters(_sorted_rows(layouts), np.array([len(ranks) for ranks in members]), room):
+        layout_set = tuple(sorted({row[3] for row in cluster}))
+        if sum(len(members[c]) for c in layout_set) > 1:
+            shared.append((layout_set, cluster))
             for row in cluster:
                 load[members[row[3]]] -= row[2] - row[1]
-    shared.sort(key=lambda s: len(s[0]))  # the fewer can read it, the less choice is left
-    found = _Found(len(needs))
-    for everyone, cluster in shared:
-        for group in np.array_split(everyone, -(-len(everyone) // group_ranks)):
-            inside = set(group.tolist())
-            parts = [(r, row[4], row[1], row[2]) for row in cluster for r in members[row[3]] if r in inside]
-            reader = int(group[load[group].argmin()])
-            load[reader] += max(p[3] for p in parts) - min(p[2] for p in parts)
-            if len(group) > 1:
-                found.add(reader, cluster[0][0], parts)
-                for rank, number, _, _ in parts:
-                    sources[rank][number] = reader
-    return [Share(s, *found.of(rank)) for rank, s in enumerate(sources)]
+    shared.sort(
+        key=lambda s: sum(len(members[c]) for c in s[0])
+    )  # the fewer can read it, the less choice is left
+    reads: list[list[_Read]] = [[] for _ in needs]
+    for layout_set, cluster in shared:
+        for group in groups(layout_set):
+            rows = [row for row in cluster if row[3] in group.ranks_of]
+            start, end = min(row[1] for row in rows), max(row[2] for row in rows)
+            reader = int(group.ranks[load[group.ranks].argmin()])
+            load[reader] += end - start
+            if len(group.ranks) > 1:
+                reads[reader].append(_Read(rows[0][0], start, end, group, rows))
+                for row in rows:
+                    sources[row[3]][group.places_of[row[3]], row[4]] = reader
+    of_rank = {
+        int(r): mine
+        for ranks, rows in zip(members, sources, strict=True)
+        for r, mine in zip(ranks, rows, strict=True)
+    }
+    return [Share(of_rank[rank], *_tables(found)) for rank, found in enumerate(reads)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Ranks that share a read. `ranks_of`: those of them that have a layout; `places_of`: which of all those
+    with the layout they are.
+    """
+
+    ranks: Numbers
+    ranks_of: dict[int, Numbers]
+    places_of: dict[int, Numbers]
+
+
+class _Read(NamedTuple):
+    file: int
+    start: int
+    end: int
+    group: _Group
+    rows: list[tuple[int, ...]]
+
+
+def _groups(members: list[Numbers], group_ranks: int, layouts: tuple[int, ...]) -> list[_Group]:
+    """The ranks of some layouts, cut into groups of neighbours that are nearly equal."""
+    everyone = np.sort(np.concatenate([members[c] for c in layouts]))
+    found = []
+    for ranks in np.array_split(everyone, -(-len(everyone) // group_ranks)):
+        inside = {c: np.flatnonzero(np.isin(members[c], ranks)) for c in layouts}
+        places_of = {c: places for c, places in inside.items() if len(places)}
+        found.append(_Group(ranks, {c: members[c][places] for c, places in places_of.items()}, places_of))
+    return found
 
 
 def _sorted_rows(needs: list[Numbers]) -> Numbers:
@@ -105,24 +146,16 @@ def _clusters(rows: Numbers, num_ranks: Numbers, room: int) -> Iterator[list[tup
     yield from [cluster] if cluster else []
 
 
-class _Found:
-    """Reads and parts of each rank, as they are found."""
-
-    def __init__(self, world_size: int) -> None:
-        self._reads: list[list[tuple[int, ...]]] = [[] for _ in range(world_size)]
-        self._parts: list[list[tuple[int, ...]]] = [[] for _ in range(world_size)]
-
-    def add(self, reader: int, file: int, parts: list[tuple[int, int, int, int]]) -> None:
-        start, end = min(p[2] for p in parts), max(p[3] for p in parts)
-        self._reads[reader].append((file, start, end, len(parts)))
-        self._parts[reader] += parts
-
-    def of(self, rank: int) -> tuple[Numbers, Numbers]:
-        return _table(self._reads[rank]), _table(self._parts[rank])
-
-
-def _table(rows: list[tuple[int, ...]]) -> Numbers:
-    return np.array(rows, np.int64).reshape(len(rows), 4)
+def _tables(found: list[_Read]) -> tuple[Numbers, Numbers]:
+    """`Share.reads` and `Share.parts` of one rank."""
+    pieces = [(read.group.ranks_of[row[3]], row) for read in found for row in read.rows]
+    counts = np.array([len(ranks) for ranks, _ in pieces], np.int64)
+    ranks = np.concatenate([np.zeros(0, np.int64), *(ranks for ranks, _ in pieces)])
+    rows = np.array([(row[4], row[1], row[2]) for _, row in pieces], np.int64).reshape(len(pieces), 3)
+    parts = np.column_stack([ranks, np.repeat(rows, counts, axis=0)])
+    num_parts = [sum(len(read.group.ranks_of[row[3]]) for row in read.rows) for read in found]
+    reads = [(read.file, read.start, read.end, n) for read, n in zip(found, num_parts, strict=True)]
+    return np.array(reads, np.int64).reshape(len(found), 4), parts
 
 
 def pack(numbers: Numbers) -> Any:

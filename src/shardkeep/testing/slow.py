@@ -2,7 +2,7 @@
 
 In:  a storage, and a `Link`: bytes per second, seconds per request, and the file through which processes of
      one machine share them.
-Out: the same storage, each request as late as the link makes it. `SlowStorage.read_bytes` counts what was read.
+Out: the same storage, each request as late as the link makes it; `SlowStorage.read_bytes` counts bytes.
 Invariant: requests go through the link one after the other, so in any t seconds all processes together move
      at most t times its bandwidth; the latencies of requests overlap.
 
@@ -53,7 +53,7 @@ class Link:
 
 
 class SlowStorage:
-    """See `shardkeep.storage.Storage`; the module says what it adds. It counts as shared, whatever it wraps."""
+    """See `shardkeep.storage.Storage`; the module says what it adds. It counts as shared."""
 
     is_shared = True
 
