@@ -14,11 +14,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+import shardkeep
+from shardkeep import stage
 from shardkeep.testing.cluster import ClusterPool
 
 TESTS = Path(__file__).resolve().parent
+SOURCES = Path(shardkeep.__file__).parents[1]  # the package under test, also where another one is installed
 
 # An example takes as long as a busy machine makes it take.
 settings.register_profile("shardkeep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -54,7 +58,7 @@ def ray_local() -> Iterator[ModuleType]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=128 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}},
+        runtime_env={"env_vars": {"PYTHONPATH": f"{TESTS}{os.pathsep}{SOURCES}", "OMP_NUM_THREADS": "1"}},
     )
     yield ray
     ray.shutdown()
@@ -63,3 +67,22 @@ def ray_local() -> Iterator[ModuleType]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The Ray tests first: one group, since there is one Ray at a time, and the longest that a worker has."""
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Sizes of all buffers that staging has asked for; freed ones as negative numbers."""
+    made: list[int] = []
+    allocate, free = stage.allocate, stage.free
+
+    def counted_allocate(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return allocate(num_bytes)
+
+    def counted_free(buffer: torch.Tensor) -> None:
+        made.append(-buffer.numel())
+        free(buffer)
+
+    monkeypatch.setattr(stage, "allocate", counted_allocate)
+    monkeypatch.setattr(stage, "free", counted_free)
+    yield made

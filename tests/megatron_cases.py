@@ -5,6 +5,8 @@ gloo.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -172,3 +174,39 @@ def framework_save(directory: str, asynchronous: bool) -> dict[str, Any]:
     finally:
         sk.megatron.uninstall()
         assert dist_checkpointing.save is original
+
+
+def lazy_save(directory: str, tp: int) -> dict[str, Any]:
+    """Training steps on while a slow storage takes the weights; the checkpoint holds those from before."""
+    from shardkeep import hold
+    from shardkeep.storage.local import LocalWriter
+
+    job = job_on(tp)
+    train(job, 0, TRAINED_STEPS)
+    expected = digests(job)
+    registration = sk.register_optimizer(job.optimizer)
+    append = LocalWriter.append
+    writing = threading.Event()
+
+    def slow_append(writer: LocalWriter, parts: Any) -> None:
+        writing.set()
+        time.sleep(0.2)
+        append(writer, parts)
+
+    LocalWriter.append = slow_append  # type: ignore[method-assign]
+    try:
+        held = hold.held_memory()
+        handle = sk.save_async(state_of(job), directory, capture="lazy")
+        writing.wait(30)
+        following = train(job, TRAINED_STEPS, 2)
+        handle.wait()
+    finally:
+        LocalWriter.append = append  # type: ignore[method-assign]
+        registration.remove()
+    return {
+        "digests": expected,
+        "next": following,
+        "held": len(held),
+        "model_held": all(hold.memory_of(p) in held for p in job.model.parameters()),
+        "changed": digests(job) != expected,
+    }

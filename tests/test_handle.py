@@ -18,6 +18,7 @@ import torch
 
 import shardkeep as sk
 from shardkeep import stage
+from shardkeep.arena import Arena
 from shardkeep.errors import Cancelled, SaveFailed
 from shardkeep.handle import Background, SaveHandle
 from shardkeep.handle import background as process_background
@@ -279,7 +280,7 @@ def test_a_failed_save_is_raised_by_the_next_which_saves_nothing(
 
 def test_snapshots_use_the_same_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No growth with the number of saves; and none by failed or cancelled ones."""
-    monkeypatch.setattr(stage, "arena", stage.Arena())
+    monkeypatch.setattr("shardkeep.freeze.arena", Arena())
     made: list[int] = []
     allocate = stage.allocate
     monkeypatch.setattr(stage, "allocate", lambda n: made.append(n) or allocate(n))

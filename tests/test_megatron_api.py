@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import shardkeep as sk
+from quantised import Quantised
 from shardkeep.errors import InvalidState, Mismatch, MissingKey, UnexpectedKey
 
 pytestmark = pytest.mark.megatron
@@ -230,3 +231,40 @@ def test_install_reaches_names_imported_before_and_is_taken_back() -> None:
         finally:
             sk.megatron.uninstall()
     assert framework.save is dist_checkpointing.save is original
+
+
+def test_quantised_tensors_are_stored_and_loaded_as_megatron_does(tmp_path: Path) -> None:
+    """Transformer Engine's: in their nominal dtype. What is loaded is plain; the model quantises again."""
+
+    def build(key: str, t: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        return [tensor(f"{key}.{n}", part) for n, part in enumerate(t.chunk(2))]
+
+    def sharded(weight: torch.Tensor, fused: torch.Tensor) -> dict[str, Any]:
+        return {"w": tensor("w", weight), "f": ShardedTensorFactory("f", fused, build, torch.cat)}
+
+    weight = torch.nn.Parameter(Quantised(torch.tensor([[1.0, -2.0], [0.3, 0.7]])))
+    fused = Quantised(torch.tensor([4.0, 3.0, -1.0, 0.1]))
+    given = sharded(weight, fused)
+    sk.megatron.save(given, str(tmp_path / "a"))
+    assert isinstance(given["w"].data, Quantised) and given["f"].data is fused  # not ours to change
+    expected = {"w": weight.dequantize().detach(), "f": fused.dequantize()}
+    item = sk.inspect(tmp_path / "a").read("w")
+    assert type(item) is torch.Tensor and torch.equal(item, expected["w"])
+
+    blank, blank_fused = Quantised(torch.zeros(2, 2)), Quantised(torch.zeros(4))
+    loaded = sk.megatron.load(sharded(blank, blank_fused), str(tmp_path / "a"))
+    for key in ("w", "f"):
+        assert type(loaded[key]) is torch.Tensor and torch.equal(loaded[key], expected[key])
+    assert blank.dequantize().count_nonzero() == 0  # `load_state_dict` would fill it
+
+    sk.load(sharded(blank, blank_fused), tmp_path / "a")  # in place, as this one promises
+    assert torch.equal(blank.dequantize(), expected["w"])
+    assert torch.equal(blank_fused.dequantize(), expected["f"])
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+def test_a_quantised_tensor_that_torch_has_is_refused_by_its_name(tmp_path: Path) -> None:
+    quantised = torch._empty_affine_quantized([3], scale=0.1, zero_point=0, dtype=torch.qint8)
+    with pytest.raises(InvalidState, match=r"key 'w'.*torch\.qint8"):
+        sk.megatron.save({"w": tensor("w", quantised)}, str(tmp_path / "a"))
+    assert not (tmp_path / "a").exists() or not list((tmp_path / "a").iterdir())

@@ -15,13 +15,14 @@ import shardkeep as sk
 SIGNATURES = {
     "save": "(state, path, *, overwrite=False, config=None)",
     "save_async": "(state, path, *, capture='snapshot', overwrite=False, config=None)",
+    "register_optimizer": "(optimizer)",
     "load": "(state, path, *, strict=True, config=None)",
     "is_committed": "(path)",
     "verify": "(path)",
     "inspect": "(path)",
     "Run": "(root, *, keep=None, keep_every=None, step_name='step_{}', config=None)",
     "Run.step": "(self, step)",
-    "Run.save_async": "(self, step, components)",
+    "Run.save_async": "(self, step, components, *, capture='snapshot')",
     "Run.steps": "(self)",
     "Run.latest": "(self)",
     "Run.load": "(self, step=None, *, components, strict=True)",
@@ -94,7 +95,7 @@ def test_reports_are_frozen_and_have_their_fields(name: str) -> None:
 def test_the_public_names() -> None:
     assert set(sk.__all__) == {
         *("save", "save_async", "load", "is_committed", "verify", "inspect", "Run", "Config", "SaveHandle"),
-        *("Checkpoint", "SaveReport", "LoadReport", "VerifyReport", "StepReport"),
+        *("register_optimizer", "Checkpoint", "SaveReport", "LoadReport", "VerifyReport", "StepReport"),
         *("errors", "megatron", "ray", "__version__"),
     }
     for name in set(sk.__all__) - {"megatron", "ray"}:
@@ -110,13 +111,14 @@ def test_every_public_function_says_what_it_does() -> None:
 
 def test_settings_are_keywords_with_their_defaults() -> None:
     assert {f.name: f.default for f in dataclasses.fields(sk.Config)} == {
-        "staging_bytes": 256 << 20,
+        "staging_bytes": 0,
         "io_threads": 0,
         "chunk_bytes": 1 << 20,
         "split_bytes": 64 << 20,
         "checksum": "xxh3_128",
         "deadline_s": 600.0,
         "read_once": "auto",
+        "check_capture": False,
         "durable": True,
     }
     with pytest.raises(TypeError):

@@ -18,7 +18,7 @@ from shardkeep import layout, stage, write
 from shardkeep.capture import capture
 from shardkeep.config import Config
 from shardkeep.errors import Cancelled
-from shardkeep.freeze import freeze
+from shardkeep.freeze import Room, freeze
 from shardkeep.storage import Buffer, Storage, Writer
 from shardkeep.storage.local import LocalStorage
 from shardkeep.testing.faults import Died, Faults, FaultyStorage, die, fail_with
@@ -52,7 +52,7 @@ def write_state(
     Path(storage.url).mkdir(exist_ok=True)
     captured = capture(what)
     chosen = list(range(len(captured.shards)))
-    frozen = freeze(captured, chosen, 5, snapshot=False, lenient=False)
+    frozen = freeze(captured, chosen, 5, mode="sync", room=Room(), lenient=False)
     files = layout.layout(frozen.headers, chosen, frozen.payloads, rank=5, attempt=ATTEMPT, config=config)
     stored = write.write_files(
         write.Job(
@@ -227,7 +227,7 @@ def test_a_death_is_not_taken_for_an_error(tmp_path: Path) -> None:
 def test_a_stopped_job_is_cancelled(tmp_path: Path, what: dict[str, Any]) -> None:
     captured = capture(what)
     chosen = list(range(len(captured.shards)))
-    frozen = freeze(captured, chosen, 0, snapshot=False, lenient=False)
+    frozen = freeze(captured, chosen, 0, mode="sync", room=Room(), lenient=False)
     files = layout.layout(frozen.headers, chosen, frozen.payloads, rank=0, attempt=ATTEMPT, config=CONFIG)
     job = write.Job(
         storage=LocalStorage(tmp_path),

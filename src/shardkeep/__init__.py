@@ -23,6 +23,7 @@ from shardkeep import errors
 from shardkeep.checkpointer import is_committed, load, save, save_async
 from shardkeep.config import Config
 from shardkeep.handle import SaveHandle
+from shardkeep.hold import register_optimizer
 from shardkeep.inspect import Checkpoint, inspect
 from shardkeep.run import Run
 from shardkeep.types import LoadReport, SaveReport, StepReport, VerifyReport
@@ -48,6 +49,7 @@ __all__ = [
     "load",
     "megatron",
     "ray",
+    "register_optimizer",
     "save",
     "save_async",
     "verify",

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parameter import is_lazy
 
 from shardkeep.errors import InvalidState, StorageReleased
 from shardkeep.memory import host_bytes
@@ -31,6 +33,16 @@ from shardkeep.types import (
     TensorShard,
     dtype_name,
     whole,
+)
+
+# torch neither copies nor serialises these: integers of less than a byte, raw dtypes of quantised tensors.
+_NO_TENSORS_OF = frozenset(
+    getattr(torch, name)
+    for name in (
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+        *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+    )
+    if hasattr(torch, name)
 )
 
 
@@ -69,7 +81,8 @@ def _flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]
 def tensor_shards(key: str, tensor: torch.Tensor) -> list[Shard]:
     """The shards of a plain tensor (one, whole) or of a DTensor (this rank's chunks)."""
     if not isinstance(tensor, DTensor):
-        return [tensor_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
+        check_kind(key, tensor)  # before its shape is asked for, which some kinds have not
+        return [_checked_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise InvalidState(
             "a DTensor with Partial placement holds no final values",
@@ -88,7 +101,14 @@ def tensor_shard(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True
 ) -> Shard:
     """A checked shard: the tensor holds `box` of a global tensor of `shape`."""
-    tensor = tensor.detach()
+    check_kind(key, tensor)
+    return _checked_shard(key, tensor, shape, box, is_main)
+
+
+def _checked_shard(
+    key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True
+) -> Shard:
+    tensor = (tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor).detach()
     check_memory(key, tensor)
     if tensor.numel() != box.numel:
         raise InvalidState(
@@ -114,17 +134,56 @@ def object_shard(key: str, value: Any, is_main: bool = True) -> Shard:
     return ObjectShard(header=header, value=value)
 
 
-def check_memory(key: str, tensor: torch.Tensor) -> None:
-    """InvalidState for layouts without plain memory, StorageReleased where the storage is smaller than the
-    tensor needs.
-    """
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+def check_kind(key: str, tensor: torch.Tensor) -> None:
+    """InvalidState for a tensor that has no elements in plain memory of its own, naming what it is."""
+    kind = _special_kind(tensor)
+    if kind:
+        dequantised = has_own(tensor, "dequantize") or tensor.is_quantized
         raise InvalidState(
-            "only strided tensors with memory can be stored",
+            "only plain strided tensors with memory can be stored",
             key=key,
-            expected="strided",
-            got=f"{tensor.layout} on {tensor.device}",
+            expected="a strided tensor",
+            got=kind,
+            remedy="Store what its dequantize() returns, and copy that back into it after a load."
+            if dequantised
+            else "Convert it, or store the plain tensors that it is made of.",
         )
+
+
+def _special_kind(tensor: torch.Tensor) -> str | None:
+    """What to call a tensor that is not plain."""
+    kind = None
+    if is_wrapper(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
+        kind = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif is_lazy(tensor):
+        kind = f"an uninitialised {type(tensor).__name__}"
+    elif tensor.is_nested:
+        kind = "a nested tensor"
+    elif tensor.layout != torch.strided:
+        kind = f"a tensor of layout {tensor.layout}"
+    elif tensor.is_meta:
+        kind = "a tensor on device meta"
+    elif tensor.is_quantized or tensor.dtype in _NO_TENSORS_OF:
+        kind = f"a tensor of {tensor.dtype}"
+    return kind
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that computes its own operations (Transformer Engine's, torchao's): its
+    elements lie elsewhere, and its data pointer is null.
+    """
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def has_own(value: Any, method: str) -> bool:
+    """Whether a value is a wrapper whose class brings a method that plain tensors lack or cannot use."""
+    if not isinstance(value, torch.Tensor) or not is_wrapper(value):
+        return False
+    return getattr(type(value), method, None) is not getattr(torch.Tensor, method, None)
+
+
+def check_memory(key: str, tensor: torch.Tensor) -> None:
+    """StorageReleased where the storage of a plain tensor is smaller than the tensor needs."""
     if tensor.numel() == 0:
         return
     last = tensor.storage_offset() + sum(

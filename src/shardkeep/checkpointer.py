@@ -16,9 +16,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -26,17 +27,18 @@ from shardkeep import commit, layout, write
 from shardkeep.agree import Agreement, agree
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
-from shardkeep.config import Config, resolve
+from shardkeep.config import Config, beside_training, resolve
 from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
-from shardkeep.errors import LoadFailed, SaveFailed
-from shardkeep.freeze import Frozen, freeze
+from shardkeep.errors import LoadFailed, SaveFailed, StateChanged
+from shardkeep.freeze import Frozen, Room, freeze, make_room
 from shardkeep.handle import SaveHandle, background
+from shardkeep.hold import Hold, hold
 from shardkeep.loading import Judge, Loading, load_together
 from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
 from shardkeep.restore import Template, require_equal, template
 from shardkeep.storage import storage_for
-from shardkeep.types import Captured, LoadReport, Manifest, RankResult, SaveReport, Target
+from shardkeep.types import Captured, CaptureMode, LoadReport, Manifest, RankResult, SaveReport, Target
 
 T = TypeVar("T", bound=Template)
 Pathlike = str | os.PathLike[str]
@@ -63,28 +65,41 @@ def save_async(
     overwrite: bool = False,
     config: Config | None = None,
 ) -> SaveHandle[SaveReport]:
-    """As `save`, but returns once the state is copied to host memory; a thread does the rest. The handle
-    carries its errors.
+    """As `save`, but a thread does the most of it. The handle carries its errors.
+
+    `capture="snapshot"` returns once the state is copied to host memory. `capture="lazy"` returns at once:
+    parameters and state of optimizers given to `register_optimizer` are read while training goes on, until
+    their next step, which waits; everything else is copied. Where there is no memory for a copy, the call
+    warns and returns when the state has been read.
     """
-    if capture != "snapshot":
-        raise ValueError(f"capture must be 'snapshot', got {capture!r}")
-    return save_to_async(state, Target(storage=storage_for(path), overwrite=overwrite), config)
+    return save_to_async(
+        state, Target(storage=storage_for(path), overwrite=overwrite), config, mode=background_mode(capture)
+    )
 
 
 def save_to(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveReport:
     """`save` with the rules of a `Target`."""
-    begun = begin(state, target, resolve(config), snapshot=False)
+    begun = begin(state, target, resolve(config), mode="sync")
     background.wait_all()  # saves commit in the order in which they were begun
     report = finish(begun)
     return replace(report, stall_s=begun.phases.total_s())
 
 
 def save_to_async(
-    state: Mapping[str, Any], target: Target, config: Config | None = None
+    state: Mapping[str, Any], target: Target, config: Config | None = None, *, mode: CaptureMode = "snapshot"
 ) -> SaveHandle[SaveReport]:
     """`save_async` with the rules of a `Target`."""
-    begun = begin(state, target, resolve(config), snapshot=True)
-    return background.submit(lambda: finish(begun), cancel=begun.stop.set)
+    begun = begin(state, target, resolve(config), mode=mode)
+    handle = background.submit(lambda: finish(begun), cancel=begun.stop.set, captured=begun.captured)
+    begun.wait_unguarded()
+    return handle
+
+
+def background_mode(capture: str) -> CaptureMode:
+    """The mode that a caller of a save in the background names; ValueError for another word."""
+    if capture not in ("snapshot", "lazy"):
+        raise ValueError(f"capture must be 'snapshot' or 'lazy', got {capture!r}")
+    return cast(CaptureMode, capture)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +109,63 @@ class Begun:
     ranks: Coordinator
     target: Target
     config: Config
+    mode: CaptureMode
     agreement: Agreement
     frozen: Frozen
     phases: Phases
     stall_s: float
+    hold: Hold | None
     stop: threading.Event = field(default_factory=threading.Event)
+    digests: write.Digests = field(default_factory=list)  # of tensors that are read later, for debugging
+
+    @property
+    def captured(self) -> list[Future[None]]:
+        """What has to end before the state may change."""
+        return [self.hold.ended] if self.hold else []
+
+    def wait_unguarded(self) -> None:
+        """Block while the state is read, if nothing but the caller keeps it from changing."""
+        if self.hold and self.frozen.unguarded:
+            self.hold.wait()
+
+    def held_s(self) -> float:
+        """How long the training thread was held."""
+        return self.stall_s + (self.hold.seconds if self.hold and self.frozen.unguarded else 0.0)
 
     def abandon(self, error: BaseException) -> None:
         """Give up a save that will not be finished: its memory, and on rank 0 its files. Nobody waits for
         it.
         """
-        self.frozen.release()
+        self.let_go(error)
         self.ranks.fail(as_shared(error, self.ranks, SaveFailed))
         self.ranks.finish()
         if self.ranks.rank == 0:
             commit.abandon(self.target.storage, self.agreement.attempt)
+
+    def state_read(self, job: write.Job) -> None:
+        """Every byte of the state has been read: nothing of it is referred to any more, and it may change."""
+        if self.digests:
+            _require_unchanged(self.digests, write.payload_digests(job))
+        self.frozen.shards.clear()
+        if self.hold:
+            self.hold.release()
+
+    def let_go(self, error: BaseException | None) -> None:
+        """The save has ended: its memory goes, and whoever waits for the hold goes on."""
+        self.frozen.room.release()
+        if self.hold and error:
+            self.hold.fail(error)
+
+
+def _require_unchanged(before: write.Digests, after: write.Digests) -> None:
+    for (key, digest), (_, now) in zip(before, after, strict=True):
+        if digest != now:
+            raise StateChanged(
+                "a tensor changed while a lazy save was reading it",
+                key=key,
+                remedy="Call handle.wait_captured() before anything but a registered optimizer's step changes"
+                " it.",
+            )
 
 
 def begin(
@@ -116,7 +173,7 @@ def begin(
     target: Target,
     config: Config,
     *,
-    snapshot: bool,
+    mode: CaptureMode,
     take_apart: Callable[[Mapping[str, Any]], Captured] = take_apart,
 ) -> Begun:
     """Capture, agree with the other ranks, freeze what may change: the part that holds the training
@@ -124,7 +181,7 @@ def begin(
     """
     phases = Phases("save", target.storage.url)
     ranks = open_session(f"save {target.storage.url}", config.deadline_s, SaveFailed)
-    agreement, frozen = None, None
+    agreement, room = None, Room()
     try:
         with sharing(ranks, SaveFailed):
             background.raise_unseen()
@@ -132,26 +189,33 @@ def begin(
                 captured = take_apart(state)
             with phases("plan"):
                 agreement = agree(ranks, captured, target, config)
+            if mode != "sync":
+                with phases("pin"):
+                    room = make_room(captured, agreement.chosen, mode)
             with phases("stage"):
                 frozen = freeze(
-                    captured, agreement.chosen, ranks.rank, snapshot=snapshot, lenient=target.lenient
+                    captured, agreement.chosen, ranks.rank, mode=mode, room=room, lenient=target.lenient
                 )
                 ranks.settle("frozen")  # so that a save has begun on all ranks or on none
     except BaseException:
-        if frozen:
-            frozen.release()
+        room.release()
         if agreement and ranks.rank == 0:
             commit.abandon(target.storage, agreement.attempt)
         raise
-    return Begun(
+    begun = Begun(
         ranks=ranks,
         target=target,
-        config=config,
+        config=config if mode == "sync" else beside_training(config),
+        mode=mode,
         agreement=agreement,
         frozen=frozen,
         phases=phases,
         stall_s=phases.total_s(),
+        hold=hold(target.storage.url, config.deadline_s) if mode != "sync" and frozen.by_reference else None,
     )
+    if config.check_capture and begun.hold:
+        begun.digests.extend(write.payload_digests(_job(begun)))
+    return begun
 
 
 def finish(begun: Begun) -> SaveReport:
@@ -164,8 +228,10 @@ def finish(begun: Begun) -> SaveReport:
             with phases("commit"):
                 manifest = _commit(begun, result)
         ranks.finish()
-    finally:
-        begun.frozen.release()
+    except BaseException as e:
+        begun.let_go(e)
+        raise
+    begun.let_go(None)
     return SaveReport(
         path=begun.target.storage.url,
         attempt=manifest.attempt,
@@ -173,41 +239,48 @@ def finish(begun: Begun) -> SaveReport:
         num_items=manifest.totals["num_items"],
         num_files=manifest.totals["num_files"],
         seconds=dict(phases.seconds),
-        stall_s=begun.stall_s,
+        stall_s=begun.held_s(),
         manifest_digest=manifest.digest,
     )
 
 
-def _write(begun: Begun) -> RankResult:
-    """This rank's files, durable; on an error none of them is left."""
-    target, frozen, attempt = begun.target, begun.frozen, begun.agreement.attempt
+def _job(begun: Begun) -> write.Job:
+    """This rank's share as files."""
+    frozen = begun.frozen
     with no_gc():
         files = layout.layout(
             frozen.headers,
             begun.agreement.chosen,
             frozen.payloads,
             rank=begun.ranks.rank,
-            attempt=attempt,
+            attempt=begun.agreement.attempt,
             config=begun.config,
         )
-    job = write.Job(
-        storage=target.storage,
+    return write.Job(
+        storage=begun.target.storage,
         files=files,
         shards=frozen.shards,
         payloads=frozen.payloads,
         config=begun.config,
         ready=frozen.ready,
         device=frozen.device,
+        quiet=begun.mode != "sync",
         stop=begun.stop,
+        read=begun.state_read,
     )
+
+
+def _write(begun: Begun) -> RankResult:
+    """This rank's files, durable; on an error none of them is left."""
+    job = _job(begun)
     try:
         stored = write.write_files(job)
         if begun.config.durable:
-            target.storage.sync()
+            begun.target.storage.sync()
     except BaseException:
-        _remove(begun, [f.name for f in files])
+        _remove(begun, [f.name for f in job.files])
         raise
-    return write.result(files, stored, frozen)
+    return write.result(job.files, stored, begun.frozen)
 
 
 def _commit(begun: Begun, result: RankResult) -> Manifest:

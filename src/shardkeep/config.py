@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
+from shardkeep import budget
+
 MIB = 1 << 20
+
+# The ring when nobody has chosen: enough for full slots for 8 threads, and no more than a sixteenth of
+# a rank's part of what is free, so that a small machine keeps its memory for training.
+_STAGING_BYTES = 256 * MIB
+_STAGING_PART_OF_FREE = 16
+_LEAST_AUTOMATIC_SLOT_BYTES = 64 << 10
+_LEAST_SLOT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +25,10 @@ class Config:
     environment.
     """
 
-    staging_bytes: int = 256 * MIB
+    staging_bytes: int = 0
     """Host memory per rank for copies on their way to or from storage; split into slots over the I/O
-    threads.
+    threads. 0 chooses once per process: 256 MiB, or less where that is more than a sixteenth of this rank's
+    part of the node's free memory.
     """
     io_threads: int = 0
     """Threads and files per rank; 0 takes the cores this process may use, at most 8."""
@@ -33,22 +44,29 @@ class Config:
     """Whether a load reads each byte that several ranks need from storage once and sends it to the others:
     `on`, `off`, or `auto`, which is on for object stores and network file systems. Rank 0's setting counts.
     """
+    check_capture: bool = False
+    """For debugging: a lazy save reads the state twice and fails if anything has changed it in between. The
+    first reading holds training."""
     durable: bool = True
     """fsync files and directories before committing."""
 
     def __post_init__(self) -> None:
-        for name in ("staging_bytes", "chunk_bytes", "split_bytes", "deadline_s"):
+        for name in ("chunk_bytes", "split_bytes", "deadline_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"Config.{name} must be positive, got {getattr(self, name)}")
+        for name in ("staging_bytes", "io_threads"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Config.{name} must not be negative, got {getattr(self, name)}")
         if self.checksum not in ("xxh3_128", "none"):
             raise ValueError(f"Config.checksum must be 'xxh3_128' or 'none', got {self.checksum!r}")
         if self.read_once not in ("auto", "on", "off"):
             raise ValueError(f"Config.read_once must be 'auto', 'on' or 'off', got {self.read_once!r}")
-        if self.io_threads < 0:
-            raise ValueError(f"Config.io_threads must not be negative, got {self.io_threads}")
-        if self.staging_bytes < 2 * self.num_threads * 4096:
+        least = 2 * self.num_threads * _LEAST_SLOT_BYTES
+        if 0 < self.staging_bytes < least:
             raise ValueError(
-                f"Config.staging_bytes of {self.staging_bytes} gives {self.num_threads} threads no slot each"
+                f"Config.staging_bytes of {self.staging_bytes} is too small: {self.num_threads} threads with "
+                f"two slots of {_LEAST_SLOT_BYTES} bytes each need {least}. Raise it, lower io_threads, or "
+                "leave it 0."
             )
 
     @property
@@ -57,11 +75,29 @@ class Config:
 
     @property
     def slot_bytes(self) -> int:
-        """Two slots per thread: one is filled while the other is written. At most 16 MiB each."""
-        return min(16 * MIB, self.staging_bytes // (2 * self.num_threads))
+        """Two slots per thread: one is filled while the other is written. At most 16 MiB each. Before
+        `resolve`, an automatic ring counts as a large machine's.
+        """
+        return min(16 * MIB, (self.staging_bytes or _STAGING_BYTES) // (2 * self.num_threads))
+
+
+def beside_training(config: Config) -> Config:
+    """The configuration of a save that runs in the background: it should cost the training thread little
+    rather than end soon. Threads that were asked for stay.
+    """
+    chunk_bytes = max(config.chunk_bytes, 8 * MIB)
+    return replace(
+        config, io_threads=config.io_threads or min(2, config.num_threads), chunk_bytes=chunk_bytes
+    )
 
 
 def resolve(config: Config | None) -> Config:
+    """`overridden`, and what is automatic chosen for this process."""
+    config = overridden(config)
+    return config if config.staging_bytes else replace(config, staging_bytes=_automatic_staging(config))
+
+
+def overridden(config: Config | None) -> Config:
     """The given configuration with the environment's overrides applied."""
     config = config or Config()
     overrides: dict[str, Any] = {}
@@ -70,6 +106,18 @@ def resolve(config: Config | None) -> Config:
         if text is not None:
             overrides[f.name] = _parse(f.name, text, getattr(config, f.name))
     return replace(config, **overrides) if overrides else config
+
+
+def _automatic_staging(config: Config) -> int:
+    return max(_staging_part(), 2 * config.num_threads * _LEAST_AUTOMATIC_SLOT_BYTES)
+
+
+@lru_cache
+def _staging_part() -> int:
+    """Once per process: a ring of another size would be another ring."""
+    return min(
+        _STAGING_BYTES, budget.free_bytes().num_bytes // (budget.local_ranks() * _STAGING_PART_OF_FREE)
+    )
 
 
 def _parse(name: str, text: str, default: object) -> object:

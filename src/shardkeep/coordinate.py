@@ -105,15 +105,23 @@ def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator
         coordinator.finish()
         raise _marked(e.error) from None
     except Exception as e:
-        own = as_shared(e, coordinator, failure)
-        shared = coordinator.fail(own)
-        coordinator.finish()
-        raise _marked(shared) from (e if shared is own and e is not own else None)
+        # No name for it here: the error's traceback has this frame, and the two would keep each other, and
+        # with them the state, until cycles are collected.
+        raise _told(e, coordinator, failure)  # noqa: B904
     except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
         coordinator.fail(as_shared(e, coordinator, failure))
         coordinator.finish()
         _marked(e)
         raise
+
+
+def _told(error: Exception, coordinator: Coordinator, failure: type[ShardkeepError]) -> ShardkeepError:
+    """What all ranks raise for an error of this one, or of one that was first."""
+    own = as_shared(error, coordinator, failure)
+    shared = coordinator.fail(own)
+    coordinator.finish()
+    shared.__cause__ = error if shared is own and error is not own else None
+    return _marked(shared)
 
 
 def _marked(error: E) -> E:

@@ -11,6 +11,7 @@
     |   |-- Mismatch               (ValueError) shape or dtype differ
     |   `-- NoSpace                (OSError) the file system cannot hold what the plan would write
     |-- SaveFailed                 (RuntimeError) a save failed on some rank; the previous checkpoint stands
+    |   `-- StateChanged           weights changed while a lazy save was reading them
     |-- LoadFailed                 (RuntimeError) a load failed on some rank
     |-- DeadlineExceeded           (TimeoutError) ranks did not answer in time; they are named
     |-- Corrupt                    (ValueError) stored bytes are not what was written
@@ -96,6 +97,10 @@ class NoSpace(InputError, OSError):
 
 class SaveFailed(ShardkeepError, RuntimeError):
     """A save failed on some rank. Every rank raises it; the previous checkpoint stands."""
+
+
+class StateChanged(SaveFailed):
+    """Weights changed while a lazy save was reading them; nothing is committed."""
 
 
 class LoadFailed(ShardkeepError, RuntimeError):

@@ -135,7 +135,7 @@ def exchange(job: Job, ranks: Coordinator, inbox: Inbox, outbox: Outbox) -> tupl
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            work.readers.close()
+            work.forget()
     return sum(t.end - t.start for t in job.tasks), sum(
         job.units[n].end - job.units[n].start for n in job.owed
     )
@@ -144,7 +144,7 @@ def exchange(job: Job, ranks: Coordinator, inbox: Inbox, outbox: Outbox) -> tupl
 class _Exchange:
     def __init__(self, job: Job, ranks: Coordinator, inbox: Inbox, outbox: Outbox) -> None:
         self._job, self._ranks, self._inbox, self._outbox = job, ranks, inbox, outbox
-        self.readers = Readers(job.storage, (t.file for t in job.tasks))
+        self._readers = Readers(job.storage, (t.file for t in job.tasks))
         self._tasks = iter(job.tasks)
         self._owed = dict(job.owed)
         self._unsent: dict[int, int] = {}  # rank -> messages
@@ -192,7 +192,7 @@ class _Exchange:
                 if self._left and self._error is None:
                     self._changed.wait(_WATCH_S)
                 if self._error is not None:
-                    raise self._error
+                    raise self.taken()
                 if not self._left:
                     return
             self._ranks.check()
@@ -206,6 +206,12 @@ class _Exchange:
                     self._raise_gone()
             elif now - since > (2 * patience_s if self._num_reading else patience_s):
                 self._raise_silent()  # later if our own storage is silent too: others may wait for us
+
+    def taken(self) -> BaseException:
+        """The first error, no longer held here: it and a frame of its traceback would keep each other."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
 
     def _raise_gone(self) -> None:
         rank, why = next(iter(self._gone.items()))
@@ -233,6 +239,11 @@ class _Exchange:
         for _ in range(num_threads):
             self._sends.put(None)
             self._slots.put(None)
+
+    def forget(self) -> None:
+        """After the threads: what later errors and the files hold."""
+        self._error = None
+        self._readers.close()
 
     # -- our threads
 
@@ -274,7 +285,7 @@ class _Exchange:
             while (task := self._next_task()) is not None:
                 if not self._read(task, placer):
                     return
-                self.readers.done(task.file)
+                self._readers.done(task.file)
                 self.moved(task.end - task.start)
                 self.done()
         finally:
@@ -283,7 +294,7 @@ class _Exchange:
     def _read(self, task: Task, placer: Placer) -> bool:
         """False if there is no slot because the exchange is being stopped."""
         job = self._job
-        reader = self.readers.get(task.file)
+        reader = self._readers.get(task.file)
         if task.own and task.own[0].archive is not None:
             load_archive(reader, job.checker, job.url, task.own[0], task.own[0].archive)
             return True

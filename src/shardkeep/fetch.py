@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from shardkeep.catalog import Catalog
-from shardkeep.config import Config
+from shardkeep.config import Config, resolve
 from shardkeep.errors import Corrupt, LoadFailed, ShardkeepError
 from shardkeep.ranges import Archive, Flat, Strided, Unit
 from shardkeep.stage import allocate, current_device, free, ring, use_device
@@ -169,7 +169,7 @@ def fetch(
                 thread.join()
         readers.close()
     if shared.error is not None:
-        raise shared.error
+        raise shared.taken()
     return sum(unit.end - unit.start for unit in units)
 
 
@@ -185,6 +185,12 @@ class _Shared:
     def next(self) -> Unit | None:
         with self._lock:
             return None if self.error is not None or self.stopped else next(self._units, None)
+
+    def taken(self) -> BaseException:
+        """The first error, no longer held here: it and a frame of its traceback would keep each other."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
@@ -255,22 +261,24 @@ def as_load_error(error: BaseException, url: str) -> BaseException:
 
 class Scratch:
     """Host memory for bytes on their way to where they cannot be read directly: pairs of slots of the
-    process's staging ring, so that a load after a save allocates and pins nothing. Reads longer than those
-    slots (the ends of three chunks, where a checkpoint has chunks of megabytes and the configuration slots of
-    less) get slots of their own, and fewer threads: together at most `staging_bytes`, or one pair.
+    process's staging ring, of the size that saves use, so that a load after a save allocates and pins
+    nothing. For reads that do not fit those (three chunks, where a checkpoint has chunks of megabytes and the
+    configuration slots of less) slots are larger and threads fewer. Together at most `staging_bytes`, except
+    that one pair is always given.
     """
 
     def __init__(self, config: Config, longest_bytes: int) -> None:
+        config = resolve(config)
         self._ring = ring(config)
-        self._slot_bytes = longest_bytes + _ALIGN_BYTES
-        self._fits = self._slot_bytes <= self._ring.slot_bytes
+        self._slot_bytes = max(config.slot_bytes, longest_bytes + _ALIGN_BYTES)
         fitting = config.staging_bytes // (2 * self._slot_bytes)
-        self.num_pairs = config.num_threads if self._fits else max(1, min(config.num_threads, fitting))
+        self._fits = fitting > 0
+        self.num_pairs = max(1, min(config.num_threads, fitting))
 
     @contextmanager
     def pair(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._fits:
-            with self._ring.pair() as slots:
+            with self._ring.pair(self._slot_bytes) as slots:
                 yield slots
             return
         own = allocate(self._slot_bytes), allocate(self._slot_bytes)

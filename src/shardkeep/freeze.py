@@ -2,24 +2,57 @@
 of them.
 
 Plain values are serialised at once, always: the caller may change them as soon as it has control again.
-Tensors are copied only for a snapshot, and only those that this rank writes.
+Which tensors are copied depends on the capture mode (`sync` none, `snapshot` all, `lazy` those that no
+registered optimizer owns), and on whether there is room for the copies. Only this rank's share is looked at.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardkeep import serialize, stage
-from shardkeep.types import Captured, Dialect, ObjectShard, Path, Shard, ShardHeader, TensorShard
+from shardkeep.arena import Segment, arena, padded_bytes
+from shardkeep.hold import held_memory, memory_of
+from shardkeep.types import (
+    Captured,
+    CaptureMode,
+    Dialect,
+    ObjectShard,
+    Path,
+    Shard,
+    ShardHeader,
+    TensorShard,
+)
+
+log = logging.getLogger("shardkeep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory for the copies of a save: the shards to copy into `segment`, and those that should be copied
+    but are not, because there is no room (`left`: then nothing else is copied either).
+    """
+
+    copied: frozenset[int] = frozenset()
+    left: bool = False
+    segment: Segment | None = None
+
+    def release(self) -> None:
+        """Give the memory back for the next save."""
+        if self.segment is not None:
+            arena.give_back(self.segment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """`shards` is parallel to `headers`, None where this rank does not write. `ready`: event after which
-    device tensors hold their values; `device`: the one that threads are to use.
+    device tensors and copies of them hold their values; `device`: the one that threads are to use.
+    `by_reference`: tensors are read where the caller has them; `unguarded`: no optimizer's step waits for
+    some of these, so the caller has to.
     """
 
     dialect: Dialect
@@ -30,15 +63,45 @@ class Frozen:
     paths: dict[str, Path]
     ready: torch.cuda.Event | None
     device: int | None
-    segment: stage.Segment | None
-
-    def release(self) -> None:
-        """Give the snapshot's memory back for the next save."""
-        if self.segment is not None:
-            stage.arena.give_back(self.segment)
+    by_reference: bool
+    unguarded: bool
+    room: Room
 
 
-def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bool, lenient: bool) -> Frozen:
+def make_room(
+    captured: Captured, chosen: Sequence[int], mode: CaptureMode, limit_bytes: int | None = None
+) -> Room:
+    """Memory for what the mode copies; new memory only up to `limit_bytes`. One warning if there is not
+    enough.
+    """
+    tensors = [(i, s) for i in chosen if isinstance(s := captured.shards[i], TensorShard)]
+    if mode == "sync":
+        return Room()
+    if mode == "lazy":
+        held = held_memory()
+        tensors = [(i, s) for i, s in tensors if memory_of(s.tensor) not in held]
+    needed = sum(padded_bytes(s.tensor) for _, s in tensors)
+    if not needed:
+        return Room()
+    segment = arena.take(needed, limit_bytes)
+    if segment is None:
+        limit = "the system refused them" if limit_bytes is None else f"its share here is {limit_bytes} bytes"
+        log.warning(
+            "no memory for a copy of the state: %d bytes needed, %s; this save streams to storage, and holds"
+            " training until it has read the state",
+            needed,
+            limit,
+        )
+    return Room(
+        copied=frozenset(i for i, _ in tensors) if segment else frozenset(),
+        left=segment is None,
+        segment=segment,
+    )
+
+
+def freeze(
+    captured: Captured, chosen: Sequence[int], rank: int, *, mode: CaptureMode, room: Room, lenient: bool
+) -> Frozen:
     """See the module. InvalidState for a value that could not be loaded again."""
     mine = {i: captured.shards[i] for i in chosen}
     payloads = {
@@ -49,31 +112,37 @@ def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bo
     common = None
     if captured.dialect == "megatron" and rank == 0:
         common = serialize.dumps(captured.common, "common", lenient=lenient)
-    segment = None
-    if snapshot:
-        mine, segment = _snapshot(mine)
-    shards = [mine.get(i) for i in range(len(captured.shards))]
+    mine |= _copies(mine, room)
+    if mode == "snapshot" and room.segment:
+        _wait_for_copies(captured, room)
     return Frozen(
         dialect=captured.dialect,
         headers=[s.header for s in captured.shards],
-        shards=shards,
+        shards=[mine.get(i) for i in range(len(captured.shards))],
         payloads=payloads,
         common=common,
         paths=captured.paths,
-        ready=None if snapshot else stage.current_event(),
+        ready=stage.current_event(),
         device=stage.current_device(),
-        segment=segment,
+        by_reference=any(isinstance(s, TensorShard) and i not in room.copied for i, s in mine.items()),
+        unguarded=room.left,
+        room=room,
     )
 
 
-def _snapshot(shards: dict[int, Shard]) -> tuple[dict[int, Shard], stage.Segment]:
-    tensors = {i: s for i, s in shards.items() if isinstance(s, TensorShard)}
-    segment = stage.arena.take(sum(stage.padded_bytes(s.tensor) for s in tensors.values()))
-    try:
-        copies = {i: replace(s, tensor=segment.copy(s.tensor)) for i, s in tensors.items()}
-        for device in {s.tensor.device for s in tensors.values() if s.tensor.device.type == "cuda"}:
+def _copies(shards: dict[int, Shard], room: Room) -> dict[int, Shard]:
+    """Asynchronous for device tensors: on the caller's stream, so before anything that changes them."""
+    copied: dict[int, Shard] = {}
+    for i in sorted(room.copied):
+        shard = shards[i]
+        assert room.segment is not None and isinstance(shard, TensorShard)
+        copied[i] = replace(shard, tensor=room.segment.copy(shard.tensor))
+    return copied
+
+
+def _wait_for_copies(captured: Captured, room: Room) -> None:
+    """A snapshot is in host memory when its caller has control again, whatever happens to the device's."""
+    devices = {s.tensor.device for i in room.copied if isinstance(s := captured.shards[i], TensorShard)}
+    for device in devices:
+        if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-    except BaseException:
-        stage.arena.give_back(segment)
-        raise
-    return shards | copies, segment

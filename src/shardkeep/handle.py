@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -75,18 +76,26 @@ class Handle(Generic[T]):
 class SaveHandle(Handle[T]):
     """A save in the background: two moments to wait for, captured and committed."""
 
-    def __init__(self, cancel: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, cancel: Callable[[], object] | None = None, captured: Sequence[Future[None]] | None = None
+    ) -> None:
         super().__init__()
-        self._captured: Future[None] = _started()
+        self._own: Future[None] = _started()
+        self._captured = [self._own] if captured is None else list(captured)
         self._cancel = cancel
 
     def wait_captured(self, timeout_s: float | None = None) -> None:
-        """Block until the state is copied and may change. Raises the save's error, or TimeoutError."""
-        self._captured.result(timeout_s)
+        """Block until the state is copied or read, and may change. Raises the save's error, or
+        TimeoutError.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for future in self._captured:
+            future.result(None if end is None else max(0.0, end - time.monotonic()))
 
     async def captured(self) -> None:
         """As `wait_captured`, for asyncio."""
-        await asyncio.wrap_future(self._captured)
+        for future in self._captured:
+            await asyncio.wrap_future(future)
 
     def cancel(self) -> None:
         """Ask the save to stop. `wait` then raises Cancelled, unless the commit was already under way."""
@@ -95,7 +104,7 @@ class SaveHandle(Handle[T]):
 
     def set_captured(self) -> None:
         """Said by whoever runs the save: the state is copied."""
-        self._captured.set_result(None)
+        self._own.set_result(None)
 
     def run(self, work: Callable[[], T]) -> None:
         def logged() -> T:
@@ -107,8 +116,8 @@ class SaveHandle(Handle[T]):
 
         super().run(logged)
         error = self._result.exception()
-        if not self._captured.done():
-            self._captured.set_exception(error) if error else self._captured.set_result(None)
+        if not self._own.done():
+            self._own.set_exception(error) if error else self._own.set_result(None)
 
 
 def _started() -> Future[Any]:
@@ -128,10 +137,16 @@ class Background:
         # Before the interpreter waits for the pool; `atexit` would call it afterwards.
         threading._register_atexit(self._say_waiting)  # type: ignore[attr-defined]
 
-    def submit(self, work: Callable[[], T], cancel: Callable[[], object] | None = None) -> SaveHandle[T]:
-        """Queue the rest of a save whose state is already copied."""
-        handle: SaveHandle[T] = SaveHandle(cancel)
-        handle.set_captured()
+    def submit(
+        self,
+        work: Callable[[], T],
+        cancel: Callable[[], object] | None = None,
+        captured: Sequence[Future[None]] = (),
+    ) -> SaveHandle[T]:
+        """Queue the rest of a save. `captured`: what has to end before the state may change; nothing if it is
+        copied already.
+        """
+        handle: SaveHandle[T] = SaveHandle(cancel, captured)
         with self._lock:
             self._handles.append(handle)  # type: ignore[arg-type]
         self._pool.submit(handle.run, work)

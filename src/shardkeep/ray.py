@@ -31,7 +31,7 @@ import ray
 
 from shardkeep import checkpointer
 from shardkeep import manifest as names
-from shardkeep.config import Config, resolve
+from shardkeep.config import Config, overridden, resolve
 from shardkeep.errors import Cancelled, InvalidState, LoadFailed, NotCommitted, SaveFailed, ShardkeepError
 from shardkeep.handle import Handle, SaveHandle, background
 from shardkeep.loading import Loading
@@ -80,13 +80,16 @@ class CheckpointActor:
     def shardkeep_start(self, token: str, target: Target, config: Config) -> float:
         """Capture and copy the state, go on in the background; the seconds that this actor was held."""
         start = time.perf_counter()
-        begun = checkpointer.begin(self.checkpoint_state(), target, config, snapshot=True)
+        begun = checkpointer.begin(self.checkpoint_state(), target, resolve(config), mode="snapshot")
 
         def cancel() -> None:
             begun.stop.set()
             begun.ranks.fail(Cancelled("the save was given up", path=target.storage.url))
 
-        self._saves()[token] = background.submit(lambda: checkpointer.finish(begun), cancel=cancel)
+        self._saves()[token] = background.submit(
+            lambda: checkpointer.finish(begun), cancel=cancel, captured=begun.captured
+        )
+        begun.wait_unguarded()
         return time.perf_counter() - start
 
     def shardkeep_poll(self, token: str) -> SaveReport | None:
@@ -109,7 +112,7 @@ class CheckpointActor:
         """Restore this rank from an attempt of a component."""
         loading = Loading(
             storage_for(url),
-            config,
+            resolve(config),
             lambda: template(self.checkpoint_state()),
             checkpointer.strict_rule(self.checkpoint_strict),
             manifest_name=names.attempt_manifest_name(attempt),
@@ -143,7 +146,7 @@ class Dispatch:
         step_name: str = "step_{}",
         config: Config | None = None,
     ) -> None:
-        self._config = resolve(config)
+        self._config = overridden(config)  # what is automatic, each actor chooses on its own node
         self._run = Run(root, keep=keep, keep_every=keep_every, step_name=step_name, config=config)
         self._groups: dict[str, list[Any]] = {}
         self._who: dict[Who, Any] = {}

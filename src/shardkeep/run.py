@@ -33,7 +33,7 @@ from shardkeep.restore import template
 from shardkeep.retention import remove_step, surplus
 from shardkeep.step import StepManifest, commit_step, read_step
 from shardkeep.storage import TEMPORARY, Storage, storage_for
-from shardkeep.types import SaveReport, StepReport, Target
+from shardkeep.types import CaptureMode, SaveReport, StepReport, Target
 
 log = logging.getLogger("shardkeep")
 
@@ -67,14 +67,17 @@ class Run:
         """
         return Step(self, step)
 
-    def save_async(self, step: int, components: Mapping[str, Mapping[str, Any]]) -> SaveHandle[StepReport]:
-        """Save a whole step in the background; returns once all components are copied to host memory.
-        Collective.
+    def save_async(
+        self, step: int, components: Mapping[str, Mapping[str, Any]], *, capture: str = "snapshot"
+    ) -> SaveHandle[StepReport]:
+        """Save a whole step in the background; returns once all components are copied to host memory (or,
+        `lazy`, held: see `shardkeep.save_async`). Collective.
         """
+        mode = checkpointer.background_mode(capture)
         begun: dict[str, checkpointer.Begun] = {}
         try:
             for name, state in components.items():
-                begun[name] = self._begin(step, name, state)
+                begun[name] = self._begin(step, name, state, mode)
             ranks = self._session(step)
         except BaseException as e:
             for component in begun.values():
@@ -100,7 +103,11 @@ class Run:
             for component in begun.values():
                 component.stop.set()
 
-        return background.submit(finish, cancel=cancel)
+        captured = [future for component in begun.values() for future in component.captured]
+        handle = background.submit(finish, cancel=cancel, captured=captured)
+        for component in begun.values():
+            component.wait_unguarded()
+        return handle
 
     def steps(self) -> list[int]:
         """The committed steps, ascending, as this process sees the root. Not collective."""
@@ -202,8 +209,8 @@ class Run:
             )
         return manifest
 
-    def _begin(self, step: int, name: str, state: Mapping[str, Any]) -> checkpointer.Begun:
-        return checkpointer.begin(state, self.target(step, name), self._config, snapshot=True)
+    def _begin(self, step: int, name: str, state: Mapping[str, Any], mode: CaptureMode) -> checkpointer.Begun:
+        return checkpointer.begin(state, self.target(step, name), self._config, mode=mode)
 
     def _session(self, step: int) -> Coordinator:
         return open_session(f"step {self.storage_of(step).url}", self._config.deadline_s, SaveFailed)

@@ -1,5 +1,4 @@
-"""Tensor -> host memory that can be written: `Ring` for tensors on their way to a file, `Arena` for
-snapshots.
+"""Tensor -> host memory that can be written: the ring through which tensors pass on their way to a file.
 
 A contiguous CPU tensor is handed on without a copy. Anything else (device tensors, views) goes through the
 ring's slots block by block; while one slot of a pair is written, the other is filled, on a CUDA stream of our
@@ -12,15 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardkeep.config import Config
 from shardkeep.memory import host_bytes
-
-_ALIGN_BYTES = 512
 
 
 def uses_cuda() -> bool:
@@ -51,44 +47,59 @@ def _cudart() -> Any:
 
 
 class Ring:
-    """Pairs of slots, shared by all saves of the process. A thread holds one pair at a time, so waiting
-    cannot deadlock.
+    """Pairs of slots, shared by all saves of the process; together at most `total_bytes`. A thread holds one
+    pair at a time, so waiting cannot deadlock.
     """
 
-    def __init__(self, num_pairs: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._left_to_allocate = num_pairs
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._allocated_bytes = 0
         self._idle: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._changed = threading.Condition()
 
     @contextmanager
-    def pair(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A pair of uint8 slots; blocks while all pairs are in use."""
-        slots = self._take()
+    def pair(self, slot_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A pair of uint8 slots; blocks while others hold too much for a new one."""
+        if 2 * slot_bytes > self._total_bytes:
+            raise ValueError(
+                f"two slots of {slot_bytes} bytes do not fit {self._total_bytes} bytes of staging"
+            )
+        slots = self._take(slot_bytes)
         try:
             yield slots
         finally:
             with self._changed:
                 self._idle.append(slots)
-                self._changed.notify()
+                self._changed.notify_all()
 
-    def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _take(self, slot_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._changed:
-            while not self._idle and not self._left_to_allocate:
+            while True:
+                for n, slots in enumerate(self._idle):
+                    if slots[0].numel() == slot_bytes:
+                        return self._idle.pop(n)
+                if self._make_room(2 * slot_bytes):
+                    break
                 self._changed.wait()
-            if self._idle:
-                return self._idle.pop()
-            self._left_to_allocate -= 1
+            self._allocated_bytes += 2 * slot_bytes
         try:
-            return allocate(self.slot_bytes), allocate(self.slot_bytes)
+            return allocate(slot_bytes), allocate(slot_bytes)
         except BaseException:
             with self._changed:
-                self._left_to_allocate += 1
-                self._changed.notify()
+                self._allocated_bytes -= 2 * slot_bytes
+                self._changed.notify_all()
             raise
 
+    def _make_room(self, num_bytes: int) -> bool:
+        """Free idle slots, of another size, as far as that is needed."""
+        while self._allocated_bytes + num_bytes > self._total_bytes and self._idle:
+            for slot in self._idle.pop():
+                self._allocated_bytes -= slot.numel()
+                free(slot)
+        return self._allocated_bytes + num_bytes <= self._total_bytes
 
-_rings: dict[tuple[int, int, bool], Ring] = {}
+
+_rings: dict[tuple[int, bool], Ring] = {}
 _rings_lock = threading.Lock()
 
 
@@ -96,10 +107,10 @@ def ring(config: Config) -> Ring:
     """The process's ring for this configuration. One from before CUDA was used is not pinned, so it is
     another.
     """
-    key = (config.num_threads, config.slot_bytes, uses_cuda())
+    key = (config.staging_bytes, uses_cuda())
     with _rings_lock:
         if key not in _rings:
-            _rings[key] = Ring(config.num_threads, config.slot_bytes)
+            _rings[key] = Ring(config.staging_bytes)
         return _rings[key]
 
 
@@ -191,57 +202,3 @@ def use_device(device: int | None) -> None:
     """Make a thread use the device of the thread that began the save; its default would be device 0."""
     if device is not None:
         torch.cuda.set_device(device)
-
-
-@dataclass(slots=True)
-class Segment:
-    """Memory of one snapshot; `buffer` is uint8."""
-
-    buffer: torch.Tensor
-    used_bytes: int = 0
-    is_taken: bool = True
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        start = self.used_bytes
-        self.used_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        target = self.buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-        return target.copy_(tensor, non_blocking=True)
-
-
-def padded_bytes(tensor: torch.Tensor) -> int:
-    """Room that `Segment.copy` takes for a tensor."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-class Arena:
-    """Segments for snapshots, one per save in flight, reused by later saves."""
-
-    def __init__(self) -> None:
-        self._idle: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> Segment:
-        """A segment of at least `num_bytes`. Idle segments that are too small are given back to the system
-        first.
-        """
-        with self._lock:
-            fitting = sorted((b for b in self._idle if b.numel() >= num_bytes), key=torch.Tensor.numel)
-            if fitting:
-                self._idle = [b for b in self._idle if b is not fitting[0]]
-                return Segment(fitting[0])
-            too_small, self._idle = self._idle, []
-        for buffer in too_small:
-            free(buffer)
-        return Segment(allocate(max(num_bytes, _ALIGN_BYTES)))
-
-    def give_back(self, segment: Segment) -> None:
-        """Let later saves have the segment. A second time does nothing: another save may have it by then."""
-        with self._lock:
-            if segment.is_taken:
-                segment.is_taken = False
-                self._idle.append(segment.buffer)
-
-
-arena = Arena()

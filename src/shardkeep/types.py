@@ -16,6 +16,7 @@ import torch
 from shardkeep.storage import Storage
 
 Dialect = Literal["megatron", "dcp"]
+CaptureMode = Literal["sync", "snapshot", "lazy"]
 Path = tuple[str | int, ...]
 
 

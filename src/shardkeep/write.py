@@ -8,7 +8,7 @@ first error stops all threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,12 +24,18 @@ from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHea
 
 _MAX_PARTS = 256
 
+Digests = list[tuple[str, bytes]]  # key and payload digest of each piece
+
 # What is hashed and then written at a time. With few threads it should still be in the core's cache for the
 # write; with many, each return to Python waits for the GIL, and fewer, larger batches win (measured on 2 and
 # on 16 cores).
 _FEW_THREADS = 4
 _BATCH_BYTES = 512 << 10
 _BATCH_OF_MANY_BYTES = 4 << 20
+
+# Beside training each return to Python costs the training thread some 70 us, when it holds the GIL to launch
+# kernels (measured on an H200): then few threads make few calls, each of many bytes.
+_QUIET_SLOT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,20 @@ class Job:
     config: Config
     ready: torch.cuda.Event | None
     device: int | None = None
+    quiet: bool = False  # a training thread of this process goes on meanwhile
     stop: threading.Event = field(default_factory=threading.Event)  # set by the first error, or to cancel
+    read: Callable[[Job], object] = lambda job: None  # called when every byte of the state has been read
+
+    @property
+    def slot_bytes(self) -> int:
+        share = self.config.staging_bytes // (2 * self.config.num_threads)
+        return min(_QUIET_SLOT_BYTES, share) if self.quiet else self.config.slot_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        if self.quiet:
+            return self.slot_bytes
+        return _BATCH_BYTES if self.config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
 
 
 class Stopped(Exception):
@@ -56,22 +75,29 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     """
     stored: dict[str, StoredFile] = {}
     errors: list[BaseException] = []
+    reading = _Countdown(len(job.files), lambda: job.read(job))
 
     def write(file: FileLayout) -> None:
         try:
             stage.use_device(job.device)
-            stored[file.name] = _write_file(job, file)
+            stored[file.name] = _write_file(job, file, reading)
         except BaseException as e:  # the thread's boundary: raised below
             job.stop.set()
             errors.append(e)
 
     _run([threading.Thread(target=write, args=(f,), name="shardkeep-write") for f in job.files], job.stop)
-    for error in errors:
-        if not isinstance(error, Stopped):
-            raise error
     if errors:
-        raise Cancelled("the save was cancelled")
+        raise _first(errors)
     return stored
+
+
+def _first(errors: list[BaseException]) -> BaseException:
+    """The error that stopped the others, taken off the list: a list in one of the frames of its traceback
+    would keep it, and the state, until cycles are collected.
+    """
+    found = next((e for e in errors if not isinstance(e, Stopped)), None)
+    errors.clear()
+    return found or Cancelled("the save was cancelled")
 
 
 def _run(threads: Sequence[threading.Thread], stop: threading.Event) -> None:
@@ -120,15 +146,34 @@ def checksums(data: bytes, config: Config) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(part) for part in _parts(memoryview(data), config.chunk_bytes))
 
 
-def _write_file(job: Job, file: FileLayout) -> StoredFile:
+class _Countdown:
+    """Calls `action` once, from whichever thread is the last of `count` to say so."""
+
+    def __init__(self, count: int, action: Callable[[], object]) -> None:
+        self._left = count
+        self._action = action
+        self._lock = threading.Lock()
+        if not count:
+            action()
+
+    def one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._action()
+
+
+def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
     try:
-        sink = _Sink(writer, job.config)
-        with stage.ring(job.config).pair() as slots:
+        sink = _Sink(writer, job.config, job.batch_bytes)
+        with stage.ring(job.config).pair(job.slot_bytes) as slots:
             stager = stage.Stager(slots, job.ready)
             for piece in file.pieces:
                 _write_piece(job, piece, stager, sink)
             sink.flush()
+        reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
         writer.abort()
         raise
@@ -136,24 +181,44 @@ def _write_file(job: Job, file: FileLayout) -> StoredFile:
     return StoredFile(size=sink.size, checksums=sink.checksums())
 
 
+def payload_digests(job: Job) -> Digests:
+    """What the tensors of a job hold now, in the order of files and pieces. Reads everything."""
+    found: Digests = []
+    with stage.ring(job.config).pair(job.slot_bytes) as slots:
+        stager = stage.Stager(slots, job.ready)
+        for file in job.files:
+            for piece in file.pieces:
+                shard = job.shards[piece.shard]
+                if shard is not None and (tensor := _tensor(job, piece)) is not None:
+                    hasher = xxhash.xxh3_128()
+                    for block in [host_bytes(tensor)] if is_direct(tensor) else stager.blocks(tensor):
+                        hasher.update(block)
+                    found.append((shard.header.key, hasher.digest()))
+    return found
+
+
+def _tensor(job: Job, piece: Piece) -> torch.Tensor | None:
+    """The part of a tensor that a piece is; None for an object."""
+    shard = job.shards[piece.shard]
+    if not isinstance(shard, TensorShard):
+        return None
+    box = shard.header.box
+    return shard.tensor.view(box.shape)[piece.box.slices_in(box)]
+
+
 def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
     _check_stop(job)
     sink.add(piece.head)
-    shard = job.shards[piece.shard]
-    if not isinstance(shard, TensorShard):
+    tensor = _tensor(job, piece)
+    if tensor is None:
         sink.add(job.payloads[piece.shard])
     else:
-        box = shard.header.box
-        tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
-        if is_direct(tensor):
-            for part in _parts(host_bytes(tensor), sink.batch_bytes):
+        is_slot = not is_direct(tensor)
+        for block in stager.blocks(tensor) if is_slot else [host_bytes(tensor)]:
+            for part in _parts(block, sink.batch_bytes):
                 _check_stop(job)
                 sink.add(part)
-        else:
-            for block in stager.blocks(tensor):
-                _check_stop(job)
-                for part in _parts(block, sink.batch_bytes):
-                    sink.add(part)
+            if is_slot:
                 sink.flush()  # the slot is refilled next
     sink.add(piece.tail)
 
@@ -171,8 +236,8 @@ def _parts(view: memoryview, size: int) -> Iterator[memoryview]:
 class _Sink:
     """Collects parts and writes them about a batch at a time, hashing each chunk of the file."""
 
-    def __init__(self, writer: Writer, config: Config) -> None:
-        self.batch_bytes = _BATCH_BYTES if config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
+    def __init__(self, writer: Writer, config: Config, batch_bytes: int) -> None:
+        self.batch_bytes = batch_bytes
         self._chunk_bytes = config.chunk_bytes
         self.size = 0
         self._writer = writer

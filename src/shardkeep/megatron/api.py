@@ -25,7 +25,7 @@ from shardkeep.loading import Loading
 from shardkeep.megatron.state import MegatronTemplate, capture_megatron
 from shardkeep.megatron.strict import Strictness
 from shardkeep.storage import storage_for
-from shardkeep.types import SaveReport, ShardHeader, Target
+from shardkeep.types import CaptureMode, SaveReport, ShardHeader, Target
 
 log = logging.getLogger("shardkeep")
 
@@ -61,13 +61,15 @@ def save(
         return capture_megatron(state, before_comparing=preprocess_common_before_consistancy_check)
 
     with as_megatron_errors():
-        begun = checkpointer.begin(
-            state, target, resolve(None), snapshot=async_sharded_save, take_apart=take_apart
-        )
+        mode: CaptureMode = "snapshot" if async_sharded_save else "sync"
+        begun = checkpointer.begin(state, target, resolve(None), mode=mode, take_apart=take_apart)
         if not async_sharded_save:
             checkpointer.finish(begun)
             return None
-    return PendingSave(begun).request()
+    pending = PendingSave(begun)
+    if begun.frozen.unguarded:
+        pending.write()  # no memory for a copy, and the caller may change the state when it has control
+    return pending.request()
 
 
 def load(
@@ -88,7 +90,7 @@ def load(
         loading = Loading(
             storage_for(checkpoint_dir),
             resolve(None),
-            lambda: MegatronTemplate(sharded_state_dict),
+            lambda: MegatronTemplate(sharded_state_dict, quantise=False),
             rule.judge,
             check=_check_access if validate_access_integrity else lambda ranks, template: None,
         )
@@ -121,9 +123,11 @@ class PendingSave:
         return AsyncRequest(self.write, (), [self.finalize])
 
     def write(self) -> None:
-        """Write and commit; an error is kept for `finalize`, which Megatron calls on every rank at the same
-        point.
+        """Write and commit, once; an error is kept for `finalize`, which Megatron calls on every rank at the
+        same point.
         """
+        if self.report or self._error:
+            return
         try:
             self.report = checkpointer.finish(self._begun)
         except Exception as e:

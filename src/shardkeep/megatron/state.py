@@ -7,6 +7,7 @@ caller's containers are never changed on the way apart.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from shardkeep.capture import object_shard, tensor_shard, value_digest
+from shardkeep.capture import has_own, object_shard, tensor_shard, value_digest
 from shardkeep.errors import InvalidState
 from shardkeep.load import Target as ReadTarget
 from shardkeep.restore import at
@@ -39,6 +40,8 @@ class Apart:
     factories: list[tuple[Path, ShardedTensorFactory]] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     lists: set[Path] = field(default_factory=set)  # paths at which the state has a list
+    # A quantised tensor of the state, and the node here that holds it as a plain one
+    quantised: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
 
 def take_apart(state: Mapping[Any, Any]) -> Apart:
@@ -64,6 +67,8 @@ def _visit(apart: Apart, node: Any, path: Path) -> Any:
 
 
 def _leaf(apart: Apart, node: Any, path: Path) -> Any:
+    if isinstance(node, ShardedTensor | ShardedTensorFactory):
+        node = _dequantised(apart, node)
     if isinstance(node, ShardedTensor):
         apart.tensors.append((path, node))
     elif isinstance(node, ShardedObject):
@@ -76,6 +81,21 @@ def _leaf(apart: Apart, node: Any, path: Path) -> Any:
     else:
         return node
     return _NOTHING
+
+
+def _dequantised(apart: Apart, node: Any) -> Any:
+    """With Transformer Engine's quantised data as a plain tensor of its nominal dtype: what Megatron stores
+    of it, and what it loads in its stead (`force_all_tensors_to_non_fp8`), since the model quantises again.
+    The node given stays as it is.
+    """
+    method = "dequantize" if has_own(node.data, "dequantize") else "from_float8"  # of TE 2, of TE 1
+    if not has_own(node.data, method):
+        return node
+    plain = copy.copy(node)
+    with torch.no_grad():
+        plain.data = getattr(node.data, method)()
+    apart.quantised.append((node.data, plain))
+    return plain
 
 
 def capture_megatron(
@@ -123,11 +143,12 @@ class MegatronTemplate:
     """A sharded state dict as what to load; see `shardkeep.restore.Template`.
 
     ShardedTensors without data get an empty CPU tensor. `loaded` is what `dist_checkpointing.load` would
-    return.
+    return. `quantise`: write into the state's quantised tensors too, which that call leaves to the model.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], *, quantise: bool = True) -> None:
         self._state = state
+        self._quantise = quantise
         self._apart = take_apart(state)
         for _, sharded in self._apart.tensors:
             if sharded.data is None:
@@ -179,6 +200,10 @@ class MegatronTemplate:
         for path, factory in self._apart.factories:
             if not any(s.key in absent for p, s in self._apart.tensors if p[: len(path)] == path):
                 self._merge(path, factory)
+        for quantised, node in self._apart.quantised if self._quantise else ():
+            if node.key not in absent:
+                with torch.no_grad():
+                    quantised.copy_(node.data)
         _overwrite_common(self._state, self._apart.common, common)
 
     def _merge(self, path: Path, factory: ShardedTensorFactory) -> None:
