@@ -128,6 +128,8 @@ def in_place_load(directory: str, tp: int) -> dict[str, Any]:
         "rng": state["rng"].data,
         "iteration": state["iteration"],
         "num_bytes": report.num_bytes,
+        "read_bytes": report.read_bytes,
+        "received_bytes": report.received_bytes,
         "scheduler": state["scheduler"],
         "model": model is not None,
     }

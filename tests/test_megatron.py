@@ -42,6 +42,31 @@ def test_load_in_the_jail_gives_the_state_and_the_next_losses(
 
 
 @pytest.mark.parametrize("tp", [2, 1])
+def test_a_load_that_reads_once_gives_the_same_bits(
+    ranks: ClusterPool, ours: tuple[str, list[Any]], tp: int
+) -> None:
+    """TP=2 onto TP=2, and onto TP=1 x DP=2 whose ranks are replicas."""
+    directory, _ = ours
+    off = ranks.run(2, cases.our_load, directory, tp)
+    on = ranks.run(2, cases.our_load, directory, tp, env={"SHARDKEEP_READ_ONCE": "on"}, jailed=True)
+    assert on == off
+
+
+def test_replicas_of_a_megatron_job_read_the_state_once(
+    ranks: ClusterPool, ours: tuple[str, list[Any]]
+) -> None:
+    directory, _ = ours
+    off, on = (
+        ranks.run(2, cases.in_place_load, directory, 1, env={"SHARDKEEP_READ_ONCE": setting})
+        for setting in ("off", "on")
+    )
+    read = [sum(r["read_bytes"] for r in got) for got in (off, on)]
+    assert read[1] <= 0.75 * read[0]  # the optimizer's state is sharded, and read by one rank in either case
+    assert [r["received_bytes"] > 0 for r in on] == [True, True]
+    assert [r["num_bytes"] for r in on] == [r["num_bytes"] for r in off]
+
+
+@pytest.mark.parametrize("tp", [2, 1])
 def test_unmodified_megatron_loads_ours(ranks: ClusterPool, ours: tuple[str, list[Any]], tp: int) -> None:
     directory, saved = ours
     loaded = ranks.run(2, cases.their_load, directory, tp)

@@ -40,7 +40,7 @@ STEP_SIGNATURES = {
 }
 REPORTS = {
     "SaveReport": "path attempt num_bytes num_items num_files seconds stall_s manifest_digest",
-    "LoadReport": "path num_bytes read_bytes seconds missing unexpected",
+    "LoadReport": "path num_bytes read_bytes received_bytes seconds missing unexpected",
     "VerifyReport": "path num_files num_bytes problems checksums",
     "StepReport": "step path num_bytes stall_s seconds components",
 }
@@ -117,6 +117,7 @@ def test_settings_are_keywords_with_their_defaults() -> None:
         "split_bytes": 64 << 20,
         "checksum": "xxh3_128",
         "deadline_s": 600.0,
+        "read_once": "auto",
         "check_capture": False,
         "durable": True,
     }

@@ -40,6 +40,10 @@ class Config:
     """`xxh3_128`, or `none` to leave checksums out."""
     deadline_s: float = 600.0
     """Longest wait for another rank, in seconds; the error names the ranks that are missing."""
+    read_once: str = "auto"
+    """Whether a load reads each byte that several ranks need from storage once and sends it to the others:
+    `on`, `off`, or `auto`, which is on for object stores and network file systems. Rank 0's setting counts.
+    """
     check_capture: bool = False
     """For debugging: a lazy save reads the state twice and fails if anything has changed it in between. The
     first reading holds training."""
@@ -55,6 +59,8 @@ class Config:
                 raise ValueError(f"Config.{name} must not be negative, got {getattr(self, name)}")
         if self.checksum not in ("xxh3_128", "none"):
             raise ValueError(f"Config.checksum must be 'xxh3_128' or 'none', got {self.checksum!r}")
+        if self.read_once not in ("auto", "on", "off"):
+            raise ValueError(f"Config.read_once must be 'auto', 'on' or 'off', got {self.read_once!r}")
         least = 2 * self.num_threads * _LEAST_SLOT_BYTES
         if 0 < self.staging_bytes < least:
             raise ValueError(

@@ -58,6 +58,15 @@ class Coordinator(Protocol):
     def settle(self, name: str) -> None:
         """Every rank has come this far without an error; raises the shared error otherwise."""
 
+    def check(self) -> None:
+        """Raise the shared error if some rank has failed; for waits that are not in our store."""
+
+    def who(self, rank: int) -> str:
+        """A rank with its host and pid, for messages."""
+
+    def addresses(self) -> list[str]:
+        """Where other ranks may reach this process, the likeliest first."""
+
     def fail(self, error: BaseException) -> ShardkeepError:
         """Tell the others; returns the session's error, which is the first that any rank reported."""
 
@@ -186,6 +195,15 @@ class Alone:
 
     def settle(self, name: str) -> None:
         pass
+
+    def check(self) -> None:
+        pass
+
+    def who(self, rank: int) -> str:
+        return f"rank {rank} ({_me()})"
+
+    def addresses(self) -> list[str]:
+        return _own_addresses()
 
     def fail(self, error: BaseException) -> ShardkeepError:
         return error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
@@ -374,6 +392,17 @@ class _Session:
         self.gather(name, None)
         self.broadcast(f"{name}-all")
 
+    def check(self) -> None:
+        self._raise_shared_error()
+
+    def who(self, rank: int) -> str:
+        return self._meeting.who(rank)
+
+    def addresses(self) -> list[str]:
+        """First the one that the route to rank 0 starts from: whoever reaches rank 0 is on that network."""
+        own = _own_addresses()
+        return own if self.rank == 0 else [*route_to(self._meeting.store.host), *own]
+
     def _receive(self, key: str, name: str) -> Any:
         """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others
         wait a little longer, and begin anew if it came to the session after them.
@@ -546,6 +575,17 @@ def _job_hosts(default: Any) -> list[str]:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return [store.host] if hasattr(store, "host") else []
+
+
+def route_to(host: str) -> list[str]:
+    """The address of ours from which packets to a host leave. Connecting a datagram socket sends none."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as s:
+            s.connect(address)
+            return [s.getsockname()[0]]
+    except OSError:
+        return []
 
 
 def _own_addresses() -> list[str]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ import torch
 import xxhash
 
 from shardkeep.catalog import Catalog
-from shardkeep.config import Config
-from shardkeep.errors import Corrupt, LoadFailed
+from shardkeep.config import Config, resolve
+from shardkeep.errors import Corrupt, LoadFailed, ShardkeepError
 from shardkeep.ranges import Archive, Flat, Strided, Unit
+from shardkeep.stage import allocate, current_device, free, ring, use_device
 from shardkeep.storage import Reader, Storage
 
 DIGEST_BYTES = 16
@@ -48,59 +50,60 @@ def memory(address: int, num_bytes: int) -> memoryview:
 class Checker:
     """Compares the chunks of a file with the checksums in the catalog; does nothing where there are none."""
 
-    def __init__(self, catalog: Catalog, *, on: bool = True) -> None:
-        self._catalog = catalog
-        self._chunk = catalog.chunk_bytes
-        self._on = on and catalog.checksum != "none"
+    def __init__(self, catalog: Catalog | None, *, on: bool = True) -> None:
+        self._catalog = catalog if on and catalog is not None and catalog.checksum != "none" else None
 
     def check(self, file: str, start: int, data: memoryview) -> None:
         """`data` begins at `start`, a multiple of the chunk size, and ends with a chunk. `Corrupt` at the
         first wrong chunk."""
-        if not self._on:
+        if self._catalog is None:
             return
         checksums = self._catalog.files[file].checksums
-        chunk = self._chunk
+        chunk = self._catalog.chunk_bytes
         number = start // chunk
         for at in range(0, len(data), chunk):
             got = xxhash.xxh3_128_digest(data[at : at + chunk])
             expected = checksums[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
             if got != expected:
-                raise self._wrong(file, number, expected, got)
+                raise _wrong(self._catalog, file, number, expected, got)
             number += 1
 
-    def _wrong(self, file: str, number: int, expected: bytes, got: bytes) -> Corrupt:
-        low, high = number * self._chunk, (number + 1) * self._chunk
-        keys = sorted(
-            {
-                i.key
-                for items in self._catalog.items.values()
-                for i in items
-                if i.file == file and i.offset < high and i.offset + i.length > low
-            }
-        )
-        return Corrupt(
-            "a chunk's checksum is wrong",
-            file=file,
-            path=self._catalog.url,
-            chunk=number,
-            offset=low,
-            key=", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""),
-            expected=expected.hex(),
-            got=got.hex(),
-            remedy="Load an earlier step; the stored file is damaged.",
-        )
+
+def _wrong(catalog: Catalog, file: str, number: int, expected: bytes, got: bytes) -> Corrupt:
+    low, high = number * catalog.chunk_bytes, (number + 1) * catalog.chunk_bytes
+    keys = sorted(
+        {
+            i.key
+            for items in catalog.items.values()
+            for i in items
+            if i.file == file and i.offset < high and i.offset + i.length > low
+        }
+    )
+    return Corrupt(
+        "a chunk's checksum is wrong",
+        file=file,
+        path=catalog.url,
+        chunk=number,
+        offset=low,
+        key=", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""),
+        expected=expected.hex(),
+        got=got.hex(),
+        remedy="Load an earlier step; the stored file is damaged.",
+    )
 
 
 class Readers:
-    """Files opened at first use, shared by the threads, closed after the last unit that needs them."""
+    """Files opened at first use, shared by the threads, closed after the last read that needs them: `files`
+    has one entry per read.
+    """
 
-    def __init__(self, storage: Storage, units: Sequence[Unit]) -> None:
+    def __init__(self, storage: Storage, files: Iterable[str]) -> None:
         self._storage = storage
         self._lock = threading.Lock()
         self._open: dict[str, Reader] = {}
         self._left: dict[str, int] = {}
-        for unit in units:
-            self._left[unit.file] = self._left.get(unit.file, 0) + 1
+        for file in files:
+            self._left[file] = self._left.get(file, 0) + 1
 
     def get(self, file: str) -> Reader:
         with self._lock:
@@ -138,23 +141,27 @@ def read_checked(reader: Reader, checker: Checker, file: str, url: str, start: i
 
 
 def fetch(
-    storage: Storage, catalog: Catalog, units: list[Unit], config: Config, device: torch.device | None
+    storage: Storage, catalog: Catalog, units: list[Unit], config: Config, ready: Ready | None = None
 ) -> int:
     """Do all `units` with `config.num_threads` threads; returns bytes read. The first error stops all threads
-    and is raised. `device`: the one that tensors are on besides the CPU."""
-    readers = Readers(storage, units)
+    and is raised. `ready`: for the devices that tensors are on, besides the CPU.
+    """
+    readers = Readers(storage, (u.file for u in units))
     shared = _Shared(units)
-    scratch = max((u.end - u.start for u in units if not u.address and u.archive is None), default=0)
-    count = max(1, min(config.num_threads, len(units)))
-    workers = [_Worker(catalog, readers, shared, scratch, device) for _ in range(count)]
+    scratch = Scratch(
+        config, max((u.end - u.start for u in units if not u.address and not u.archive), default=0)
+    )
+    count = max(1, min(scratch.num_pairs, len(units)))
+    workers = [_Worker(catalog, readers, shared, scratch, ready or {}) for _ in range(count)]
+    device = current_device()
     threads = [
-        threading.Thread(target=w.run, name=f"shardkeep-load-{n}", daemon=True)
+        threading.Thread(target=w.run, args=(device,), name=f"shardkeep-load-{n}", daemon=True)
         for n, w in enumerate(workers[1:], 1)
     ]
     try:
         for thread in threads:
             thread.start()
-        workers[0].run()
+        workers[0].run(device)
     finally:  # also when the caller's thread was interrupted: nothing may write to the tensors afterwards
         shared.stopped = True
         for thread in threads:
@@ -191,84 +198,152 @@ class _Shared:
                 self.error = error
 
 
-def _unreadable(error: OSError, url: str) -> Corrupt | LoadFailed:
+class _Worker:
+    """One thread: takes units until there are none. Of its two slots of scratch, one is copied from to a
+    device while the other is filled.
+    """
+
+    def __init__(
+        self, catalog: Catalog, readers: Readers, shared: _Shared, scratch: Scratch, ready: Ready
+    ) -> None:
+        self._url = catalog.url
+        self._checker = Checker(catalog)
+        self._readers = readers
+        self._shared = shared
+        self._scratch = scratch
+        self._placer = Placer(ready)
+        self._slots: tuple[torch.Tensor, ...] = ()
+        self._copied: list[list[torch.cuda.Event]] = [[], []]
+        self._turn = 0
+
+    def run(self, device: int | None) -> None:
+        with ExitStack() as held:
+            try:
+                use_device(device)
+                while (unit := self._shared.next()) is not None:
+                    if not self._slots and not unit.address and unit.archive is None:
+                        self._slots = held.enter_context(self._scratch.pair())
+                    self._do(unit)
+                    self._readers.done(unit.file)
+            except BaseException as e:
+                self._shared.fail(as_load_error(e, self._url))
+            finally:
+                self._placer.finish()
+
+    def _do(self, unit: Unit) -> None:
+        reader = self._readers.get(unit.file)
+        if unit.archive is not None:
+            load_archive(reader, self._checker, self._url, unit, unit.archive)
+        elif unit.address:
+            self._read(reader, unit, unit.address)
+        else:
+            self._turn = 1 - self._turn
+            wait_for(self._copied[self._turn])
+            data = part_for(self._slots[self._turn], unit, unit.start, unit.end)
+            self._read(reader, unit, data.data_ptr())
+            self._placer.place(unit, data)
+            self._copied[self._turn] = self._placer.mark()
+
+    def _read(self, reader: Reader, unit: Unit, address: int) -> None:
+        into = memory(address, unit.end - unit.start)
+        read_checked(reader, self._checker, unit.file, self._url, unit.start, into)
+
+
+def as_load_error(error: BaseException, url: str) -> BaseException:
+    """An error of storage as what a load raises, with its cause; others as they are."""
+    if isinstance(error, ShardkeepError) or not isinstance(error, OSError):
+        return error
     kind = Corrupt if isinstance(error, FileNotFoundError) else LoadFailed
     found = kind(f"a file cannot be read: {error}", path=url)
     found.__cause__ = error
     return found
 
 
-class _Worker:
-    """One thread: takes units until there are none. Scratch is one slot, or two pinned ones when tensors are
-    on a device: one is copied from while the other is filled."""
+class Scratch:
+    """Host memory for bytes on their way to where they cannot be read directly: pairs of slots of the
+    process's staging ring, of the size that saves use, so that a load after a save allocates and pins
+    nothing. For reads that do not fit those (three chunks, where a checkpoint has chunks of megabytes and the
+    configuration slots of less) slots are larger and threads fewer. Together at most `staging_bytes`, except
+    that one pair is always given.
+    """
 
-    def __init__(
-        self, catalog: Catalog, readers: Readers, shared: _Shared, scratch: int, device: torch.device | None
-    ) -> None:
-        self._url = catalog.url
-        self._checker = Checker(catalog)
-        self._readers = readers
-        self._shared = shared
-        self._slot_bytes = scratch + _ALIGN_BYTES
-        self._device = device
-        self._slots: list[torch.Tensor] = []
-        self._turn = 0
-        if device is not None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+    def __init__(self, config: Config, longest_bytes: int) -> None:
+        config = resolve(config)
+        self._ring = ring(config)
+        self._slot_bytes = max(config.slot_bytes, longest_bytes + _ALIGN_BYTES)
+        fitting = config.staging_bytes // (2 * self._slot_bytes)
+        self._fits = fitting > 0
+        self.num_pairs = max(1, min(config.num_threads, fitting))
 
-    def run(self) -> None:
+    @contextmanager
+    def pair(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._fits:
+            with self._ring.pair(self._slot_bytes) as slots:
+                yield slots
+            return
+        own = allocate(self._slot_bytes), allocate(self._slot_bytes)
         try:
-            while (unit := self._shared.next()) is not None:
-                self._do(unit)
-                self._readers.done(unit.file)
-        except OSError as e:
-            self._shared.fail(_unreadable(e, self._url))
-        except BaseException as e:
-            self._shared.fail(e)
+            yield own
         finally:
-            if self._device is not None:
-                self._stream.synchronize()
+            for slot in own:
+                free(slot)
 
-    def _do(self, unit: Unit) -> None:
-        reader = self._readers.get(unit.file)
-        if unit.archive is not None:
-            self._load_archive(reader, unit, unit.archive)
-        elif unit.address:
-            self._read(reader, unit, unit.address)
-        else:
-            slot = self._slot(unit)
-            self._read(reader, unit, slot.data_ptr())
-            for start, end, address, special in unit.segments:
-                if special is None:
-                    ctypes.memmove(address, slot.data_ptr() + start - unit.start, end - start)
-                elif isinstance(special, Flat):
-                    self._to_device(special.out, slot[start - unit.start : end - unit.start])
-                else:
-                    self._place(special, slot[start - unit.start : end - unit.start])
-            if self._device is not None:
-                self._copied[self._turn].record(self._stream)
 
-    def _read(self, reader: Reader, unit: Unit, address: int) -> None:
-        into = memory(address, unit.end - unit.start)
-        read_checked(reader, self._checker, unit.file, self._url, unit.start, into)
+def usable_bytes(config: Config) -> int:
+    """The longest read that fits a slot of the staging ring wherever its segments have to be aligned."""
+    return config.slot_bytes - _ALIGN_BYTES
 
-    def _slot(self, unit: Unit) -> torch.Tensor:
-        """Scratch that no copy to the device is still reading, with the first segment aligned in it."""
-        if not self._slots:
-            pinned = self._device is not None
-            self._slots = [
-                torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 + pinned)
-            ]
-        if self._device is not None:
-            self._turn = 1 - self._turn
-            self._copied[self._turn].synchronize()
-        slot = self._slots[self._turn]
-        shift = (unit.start - unit.segments[0].start - slot.data_ptr()) % _ALIGN_BYTES
-        return slot[shift : shift + unit.end - unit.start]
 
-    def _place(self, to: Strided, data: torch.Tensor) -> None:
+def part_for(slot: torch.Tensor, unit: Unit, start: int, end: int) -> torch.Tensor:
+    """Room for bytes [start, end) of a file, with the first segment of a unit in them aligned."""
+    first = unit.segments[0].start if unit.segments else unit.start
+    shift = (start - first - slot.data_ptr()) % _ALIGN_BYTES
+    return slot[shift : shift + end - start]
+
+
+Ready = Mapping[torch.device, torch.cuda.Event]
+"""For each device that tensors are on: an event of the caller's stream, after which they may be filled."""
+
+
+def wait_for(events: Sequence[torch.cuda.Event]) -> None:
+    for event in events:
+        event.synchronize()
+
+
+class Placer:
+    """Copies a unit's bytes to its segments; one per thread, with its own stream per device."""
+
+    def __init__(self, ready: Ready) -> None:
+        self._ready = ready
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def place(self, unit: Unit, data: torch.Tensor) -> None:
+        """`data` are the unit's bytes; they must stay until the events of `mark` have come."""
+        if unit.address:
+            ctypes.memmove(unit.address, data.data_ptr(), unit.end - unit.start)
+        for start, end, address, special in unit.segments:
+            part = data[start - unit.start : end - unit.start]
+            if special is None:
+                ctypes.memmove(address, part.data_ptr(), end - start)
+            elif isinstance(special, Flat):
+                self._to_device(special.out, part)
+            else:
+                self._place_strided(special, part)
+
+    def mark(self) -> list[torch.cuda.Event]:
+        """Events after which everything placed so far has been copied."""
+        events = []
+        for stream in self._streams.values():
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(stream)
+            events.append(event)
+        return events
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _place_strided(self, to: Strided, data: torch.Tensor) -> None:
         out, dtype = to.out, to.dtype
         if out.device.type == "cpu" and out.dtype == dtype and not out.is_conj() and not out.is_neg():
             _copy_words(out, data.data_ptr(), to.strides, dtype.itemsize)
@@ -282,25 +357,30 @@ class _Worker:
             self._to_device(out, source)
 
     def _to_device(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream(out.device)):
             # in stream order; a pageable source has been read when this returns
             out.copy_(source, non_blocking=True)
 
-    def _load_archive(self, reader: Reader, unit: Unit, archive: Archive) -> None:
-        from shardkeep.load import load_value
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self._ready[device])
+        return stream
 
-        data = bytearray(unit.end - unit.start)
-        read_checked(reader, self._checker, unit.file, self._url, unit.start, memoryview(data))
-        value: Any = load_value(data, archive.key)
-        if not isinstance(value, torch.Tensor):
-            raise Corrupt(
-                "an item holds no tensor",
-                key=archive.key,
-                file=unit.file,
-                path=self._url,
-                got=type(value).__name__,
-            )
-        archive.place(value)
+
+def load_archive(reader: Reader, checker: Checker, url: str, unit: Unit, archive: Archive) -> None:
+    """Let torch load a whole foreign item, and copy from it."""
+    from shardkeep.load import load_value
+
+    data = bytearray(unit.end - unit.start)
+    read_checked(reader, checker, unit.file, url, unit.start, memoryview(data))
+    value: Any = load_value(data, archive.key)
+    if not isinstance(value, torch.Tensor):
+        raise Corrupt(
+            "an item holds no tensor", key=archive.key, file=unit.file, path=url, got=type(value).__name__
+        )
+    archive.place(value)
 
 
 def _copy_words(out: torch.Tensor, address: int, strides: tuple[int, ...], itemsize: int) -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,13 +21,16 @@ from shardkeep import archive
 from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.errors import Corrupt, Mismatch, MissingKey, StorageReleased, UnsafePickle
-from shardkeep.fetch import Checker, fetch, read_checked
+from shardkeep.fetch import Checker, fetch, read_checked, usable_bytes
 from shardkeep.memory import is_direct
 from shardkeep.nogc import no_gc
 from shardkeep.ranges import Archive, Flat, Segment, Strided, Unit, granule, scratch_bytes, units_of
 from shardkeep.reshard import Finder, blocks, contiguous_in, copies, show, start_of, strides
 from shardkeep.storage import Buffer, Reader, Storage
 from shardkeep.types import Box, Item, TensorInfo, dtype_name, dtype_named, whole
+
+if TYPE_CHECKING:
+    from shardkeep.together import Once
 
 _SHOWN = 10
 _dtype = lru_cache(maxsize=256)(dtype_named)
@@ -164,40 +167,38 @@ def _check_tensor(target: Target) -> None:
         )
 
 
+class Moved(NamedTuple):
+    """Bytes of tensors that a load has placed, read from storage and received from other ranks."""
+
+    num_bytes: int
+    read_bytes: int
+    received_bytes: int
+
+
 def read_tensors(
-    storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config
-) -> tuple[int, int]:
-    """Fill every target. Returns (payload bytes placed, bytes read).
+    storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config, once: Once | None = None
+) -> Moved:
+    """Fill every target; with `once` together with the other ranks, which then all call this.
 
     Raises what `check_targets` does, and `Corrupt` for missing regions or files that are too short, before
     anything has changed; `Corrupt` for a wrong checksum and `LoadFailed` for an I/O error while reading,
     when tensors may be partly filled.
     """
     check_targets(catalog, targets)
-    planned = [(device, *_plan(storage, catalog, group, config)) for device, group in _by_device(targets)]
-    num_bytes = read_bytes = 0
-    for device, units, placed in planned:
-        num_bytes += placed
-        read_bytes += fetch(storage, catalog, units, config, device) if units else 0
-    return num_bytes, read_bytes
-
-
-def _by_device(targets: Sequence[Target]) -> list[tuple[torch.device | None, Sequence[Target]]]:
-    """Targets on the CPU and on one device are read together; each further device has its own round."""
-    devices = sorted({t.tensor.device for t in targets if t.tensor.device.type == "cuda"}, key=str)
-    if len(devices) <= 1:
-        return [(devices[0] if devices else None, targets)]
-    return [
-        (d, [t for t in targets if t.tensor.device == d or (n == 0 and t.tensor.device.type == "cpu")])
-        for n, d in enumerate(devices)
-    ]
+    scratch = scratch_bytes(once.room if once else usable_bytes(config), catalog)
+    units, num_bytes = _plan(storage, catalog, targets, scratch)
+    devices = {t.tensor.device for t in targets if t.tensor.device.type == "cuda"}
+    ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    if once is not None:
+        return Moved(num_bytes, *once.fetch(units, catalog.files, scratch, Checker(catalog), ready))
+    return Moved(num_bytes, fetch(storage, catalog, units, config, ready) if units else 0, 0)
 
 
 def _plan(
-    storage: Storage, catalog: Catalog, targets: Sequence[Target], config: Config
+    storage: Storage, catalog: Catalog, targets: Sequence[Target], scratch: int
 ) -> tuple[list[Unit], int]:
     """The reads that fill `targets`, and the payload bytes that they place."""
-    planner = _Planner(storage, catalog, config)
+    planner = _Planner(storage, catalog, scratch)
     try:
         with no_gc():
             for target in targets:
@@ -211,11 +212,11 @@ class _Planner:
     """Collects the segments of each file. Changes nothing but its own lists; opens foreign files to find
     payloads."""
 
-    def __init__(self, storage: Storage, catalog: Catalog, config: Config) -> None:
+    def __init__(self, storage: Storage, catalog: Catalog, scratch: int) -> None:
         self._storage = storage
         self._catalog = catalog
         self._chunk = granule(catalog)
-        self._scratch = scratch_bytes(config, catalog)
+        self._scratch = scratch
         self._hole = max(self._chunk, _FOREIGN_HOLE_BYTES)
         self._segments: dict[str, list[Segment]] = {}
         self._archives: list[Unit] = []

@@ -7,10 +7,10 @@ before any other has changed. Collective calls carry the loading's label, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from shardkeep.agree import same_for_all
-from shardkeep.catalog import resolve
+from shardkeep.catalog import Catalog, resolve
 from shardkeep.config import Config
 from shardkeep.coordinate import Coordinator
 from shardkeep.load import Target, check_targets, load_value, read_common, read_object, read_tensors
@@ -18,6 +18,7 @@ from shardkeep.manifest import MANIFEST
 from shardkeep.phases import Phases
 from shardkeep.restore import Difference, Template, compare
 from shardkeep.storage import Storage
+from shardkeep.together import Together
 from shardkeep.types import LoadReport
 
 T = TypeVar("T", bound=Template)
@@ -51,13 +52,15 @@ class Loading(Generic[T]):
         self._phases = Phases("load", storage.url)
         self.judged: Any = None
 
-    def plan(self, ranks: Coordinator) -> None:
+    def plan(self, together: Together) -> None:
         """Compare what is asked for with what is stored, read values and check targets."""
+        ranks = together.ranks
         with self._phases("plan"):
-            catalog = same_for_all(ranks, resolve(self._storage, self._manifest_name), self._label)
+            self._once = together.agree(self._storage, self.config, self._label)
+            catalog, opened = self._open(ranks)
             wanted = self._make_template()
             self._check(ranks, wanted)
-            common = read_common(self._storage, catalog)
+            common = read_common(opened, catalog)
             served = wanted.served_by(common)
             asked = [t.key for t in wanted.targets] + [k for k in wanted.values if k not in served]
             if self._exact_common:
@@ -67,24 +70,28 @@ class Loading(Generic[T]):
             absent = frozenset(self._difference.missing)
             self._targets: list[Target] = [t for t in wanted.targets if t.key not in absent]
             check_targets(catalog, self._targets)
-            self._values = {
-                k: load_value(read_object(self._storage, catalog, k), k)
-                for k in wanted.values
-                if k not in absent and k not in served
-            }
+            keys = [k for k in wanted.values if k not in absent and k not in served]
+            held = cast(Storage, self._once.hold_values(catalog, keys)) if self._once else self._storage
+            self._values = {k: load_value(read_object(held, catalog, k), k) for k in keys}
         self._catalog, self._common, self._absent, self.template = catalog, common, absent, wanted
 
+    def _open(self, ranks: Coordinator) -> tuple[Catalog, Storage]:
+        """The catalog, the same on all ranks, and the storage to read common values from."""
+        if self._once is not None:
+            catalog, held = self._once.open(self._manifest_name, self._label)
+            return catalog, cast(Storage, held)
+        return same_for_all(ranks, resolve(self._storage, self._manifest_name), self._label), self._storage
+
     def fill(self) -> LoadReport:
-        """Read the tensors and put everything into the template. Not collective."""
+        """Read the tensors and put everything into the template. Collective where ranks read together."""
         with self._phases("read"):
             self.template.clear(self._absent)
-            num_bytes, read_bytes = read_tensors(self._storage, self._catalog, self._targets, self.config)
+            moved = read_tensors(self._storage, self._catalog, self._targets, self.config, self._once)
         with self._phases("restore"):
             self.template.restore(self._values, self._common, self._absent)
         return LoadReport(
             path=self._storage.url,
-            num_bytes=num_bytes,
-            read_bytes=read_bytes,
+            **moved._asdict(),
             seconds=dict(self._phases.seconds),
             missing=self._difference.missing,
             unexpected=self._difference.unexpected,
@@ -95,9 +102,10 @@ def load_together(ranks: Coordinator, loadings: list[Loading[Any]]) -> list[Load
     """Plan all, then fill all: nothing of the caller's has changed on any rank until everything is checked on
     all.
     """
-    for loading in loadings:
-        loading.plan(ranks)
-    ranks.settle("checked")
-    reports = [loading.fill() for loading in loadings]
-    ranks.settle("loaded")
+    with Together(ranks) as together:
+        for loading in loadings:
+            loading.plan(together)
+        ranks.settle("checked")
+        reports = [loading.fill() for loading in loadings]
+        ranks.settle("loaded")  # before any rank closes its connections
     return reports

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardkeep.catalog import Catalog
-from shardkeep.config import MIB, Config
+from shardkeep.config import MIB
 
 DIRECT_BYTES = 4 * MIB
 """Read and checked at a time: still in the cache when the checksum follows the read."""
@@ -71,10 +71,11 @@ def granule(catalog: Catalog) -> int:
     return catalog.chunk_bytes if catalog.checksum != "none" else 1
 
 
-def scratch_bytes(config: Config, catalog: Catalog) -> int:
-    """The most scratch that a unit may need: the configured slot, but room for a segment that touches three
-    chunks."""
-    return max(config.slot_bytes, 3 * catalog.chunk_bytes if granule(catalog) > 1 else 0)
+def scratch_bytes(room: int, catalog: Catalog) -> int:
+    """The most scratch that a unit may need: what there is room for in a slot, but at least enough for a
+    segment that touches three chunks.
+    """
+    return max(room, 3 * catalog.chunk_bytes if granule(catalog) > 1 else 0)
 
 
 def units_of(file: str, size: int, segments: list[Segment], chunk: int, scratch: int) -> Iterator[Unit]:

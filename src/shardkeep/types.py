@@ -239,13 +239,14 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did on this rank: bytes placed into the state, bytes read from storage (checksum chunks
-    included).
+    """What a load did on this rank, in bytes of tensors: placed into the state, read from storage (whole
+    checksum chunks), and received from ranks that had read them (`Config.read_once`).
     """
 
     path: str
     num_bytes: int
     read_bytes: int
+    received_bytes: int
     seconds: dict[str, float]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

@@ -44,6 +44,10 @@ class Storage(Protocol):
 
     url: str
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether reads go over a network to a store that all ranks share."""
+
     def create(self, name: str) -> Writer:
         """A new file; FileExistsError if the name is taken."""
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from shardkeep.storage import TEMPORARY, Buffer
+from shardkeep.storage import TEMPORARY, Buffer, mount
 
 _MAX_PARTS = 512  # below IOV_MAX (1024) of every Linux
 
@@ -19,6 +19,10 @@ class LocalStorage:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.url = os.path.abspath(os.fspath(directory))
+
+    @property
+    def is_shared(self) -> bool:
+        return mount.is_shared(self.url)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.url, name)

@@ -110,6 +110,10 @@ class FaultyStorage:
         self._inner = inner
         self._faults = faults
 
+    @property
+    def is_shared(self) -> bool:
+        return self._inner.is_shared
+
     def create(self, name: str) -> Writer:
         writer = self._faults.perform("create", name, lambda: self._inner.create(name))
         return _FaultyWriter(writer, name, self._faults)
