@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkeep import reshard
 from shardkeep.columns import Columns, Flags, Ints
@@ -38,9 +40,10 @@ def check(columns: Columns, rows: Ints, starts: Ints, dialect: Dialect) -> None:
 def suspects(columns: Columns, rows: Ints, starts: Ints, dialect: Dialect) -> Ints:
     """Keys that may be wrong, in the order in which they first appear."""
     num_keys = len(columns.keys)
-    first = first_rows(columns, np.sort(rows))
+    ascending = np.sort(rows)
+    first = first_rows(columns, ascending)
     bad = np.zeros(num_keys, np.bool_)
-    bad[columns.key[rows][_differs(columns, rows, first)]] = True
+    bad[columns.key[ascending[_differs(columns, ascending, first)]]] = True
     is_main = columns.is_main[rows].astype(np.int64)
     num_mains = np.add.reduceat(is_main, starts[:-1]) if len(rows) else starts[:0]
     of_group = rows[starts[:-1]]  # a row for each group: all its rows have the same key and box
@@ -91,28 +94,29 @@ def _overlapping(columns: Columns, rows: Ints) -> Ints:
     start. Boxes that are alone are done. It ends when no dimension splits any run further.
     """
     rows = rows[columns.extent[:, rows].all(axis=0)]  # without an element a box overlaps nothing
-    run = columns.key[rows].astype(np.int64)
-    run, rows = _without_single(run, rows)
+    run, rows, num_runs = _without_single(columns.key[rows], rows)
     num_dims, dim, in_vain = len(columns.shape), 0, 0
-    while len(rows) and in_vain < num_dims:
-        order = np.lexsort((columns.offset[dim, rows], run))
-        run, rows = run[order], rows[order]
-        is_first = np.diff(run, prepend=-1) != 0
-        # each run gets a stretch of one axis for itself, so that a running maximum never reaches the next
-        size = columns.shape[dim, rows]
-        low = columns.offset[dim, rows] + np.cumsum(np.where(is_first, size, 0)) - size
+    while num_runs and in_vain < num_dims:
+        # each run gets a stretch of one axis for itself: one sort does, and no box reaches the next run
+        size = np.zeros(num_runs, np.int64)
+        size[run] = columns.shape[dim, rows]
+        low = columns.offset[dim, rows] + (np.cumsum(size) - size)[run]
+        order = np.argsort(low)
+        low, rows = low[order], rows[order]
         reached = np.maximum.accumulate(low + columns.extent[dim, rows])
-        splits = is_first.copy()
-        splits[1:] |= low[1:] >= reached[:-1]
-        in_vain = in_vain + 1 if splits.sum() == is_first.sum() else 0
-        run, rows = _without_single(np.cumsum(splits), rows)
+        splits = low[1:] >= reached[:-1]
+        in_vain = in_vain + 1 if splits.sum() + 1 == num_runs else 0
+        run, rows, num_runs = _without_single(np.cumsum(np.append(False, splits)), rows)
         dim = (dim + 1) % num_dims
     return np.unique(columns.key[rows]).astype(np.int64)
 
 
-def _without_single(run: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    several = np.bincount(run, minlength=1)[run] > 1
-    return run[several], rows[several]
+def _without_single(run: NDArray[Any], rows: Ints) -> tuple[Ints, Ints, int]:
+    """Leave out runs of one row; number the others from 0."""
+    several = np.bincount(run, minlength=1) > 1
+    number = np.cumsum(several) - 1
+    keep = several[run]
+    return number[run[keep]], rows[keep], int(several.sum())
 
 
 def check_headers(headers: Sequence[Sequence[ShardHeader]], dialect: Dialect) -> None:

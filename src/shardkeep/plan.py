@@ -64,8 +64,9 @@ def tensors(columns: Columns) -> dict[str, TensorInfo]:
 
 
 def grouped(columns: Columns) -> tuple[Ints, Ints]:
-    """(rows, starts): rows with the same key and box are a group, `rows[starts[g]:starts[g + 1]]`, ascending.
-    Empty boxes of tensors with elements hold nothing and are in no group.
+    """(rows, starts): rows with the same key and box are a group, `rows[starts[g]:starts[g + 1]]`, ascending;
+    groups are in the order of their first rows. Empty boxes of tensors with elements hold nothing and are in
+    no group.
     """
     has_elements = columns.extent.all(axis=0)
     rows = np.flatnonzero(columns.is_object | has_elements | ~columns.shape.all(axis=0))
@@ -76,8 +77,18 @@ def grouped(columns: Columns) -> tuple[Ints, Ints]:
         is_first = np.diff(hashes[order], prepend=~hashes[order[:1]]) != 0
         ordered = rows[order]
         if _is_exact(identity, ordered, is_first):
-            return ordered, np.append(np.flatnonzero(is_first), len(rows))
+            starts = np.flatnonzero(is_first)
+            sizes = np.diff(starts, append=len(rows))
+            appearance = np.argsort(ordered[starts])
+            return _gathered(ordered, starts[appearance], sizes[appearance])
     raise AssertionError("unreachable")
+
+
+def _gathered(rows: Ints, starts: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+    """Groups in another order, or some of them: rows and starts of those that begin at `starts`."""
+    ends = np.cumsum(sizes)
+    shift = np.repeat(starts - (ends - sizes), sizes)
+    return rows[np.arange(len(shift)) + shift], np.append(0, ends)
 
 
 def _mixed(columns: Iterable[NDArray[Any]], rows: Ints, seed: int) -> _Hashes:
@@ -130,7 +141,7 @@ def _choose(columns: Columns, rows: Ints, starts: Ints, load: list[int], hosts: 
     several = np.flatnonzero(np.diff(starts) > 1)
     if not len(several):
         return rows[:0]
-    rows, starts = _only(rows, starts, several)
+    rows, starts = _gathered(rows, starts[several], np.diff(starts)[several])
     first = rows[starts[:-1]]
     sets = _same_ranks(columns.rank[rows], starts)
     order = np.lexsort((first, -columns.num_bytes[first], sets))
@@ -144,14 +155,6 @@ def _choose(columns: Columns, rows: Ints, starts: Ints, load: list[int], hosts: 
         position[a:b] = _deal(num_bytes[a:b], ranks, load, host_load)
     chosen: Ints = rows[begins + position]
     return chosen
-
-
-def _only(rows: Ints, starts: Ints, groups: Ints) -> tuple[Ints, Ints]:
-    """The rows of some groups, as groups of their own."""
-    sizes = np.diff(starts)
-    keep = np.zeros(len(sizes), np.bool_)
-    keep[groups] = True
-    return rows[np.repeat(keep, sizes)], np.concatenate(([0], np.cumsum(sizes[groups])))
 
 
 def _same_ranks(rank: NDArray[np.int32], starts: Ints) -> Ints:
