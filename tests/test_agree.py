@@ -16,9 +16,10 @@ import torch.distributed as dist
 from shardkeep import agree as agreeing
 from shardkeep import manifest as names
 from shardkeep.agree import Agreement, agree, fingerprint
+from shardkeep.alone import Alone
 from shardkeep.capture import capture
 from shardkeep.config import Config
-from shardkeep.coordinate import Alone, Coordinator, session
+from shardkeep.coordinate import Coordinator, session
 from shardkeep.errors import AlreadyCommitted, InvalidState, NoSpace, SaveFailed, ShardkeepError
 from shardkeep.storage.local import LocalStorage
 from shardkeep.testing.cluster import ClusterPool
