@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep import checkpointer, plan, write
+from shardkeep import checkpointer, layout, write
 from shardkeep import manifest as names
 from shardkeep.capture import capture
 from shardkeep.errors import NotCommitted, ShardkeepError
@@ -71,15 +71,17 @@ class UnsyncedWriter:
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small states too are written to several files, each in several writes."""
-    monkeypatch.setattr(plan, "_SMALL_FILE_BYTES", 1024)
+    monkeypatch.setattr(layout, "_SMALL_FILE_BYTES", 1024)
     monkeypatch.setattr(write, "_BATCH_BYTES", 2048)
 
 
-def save_through(storage: Storage, seed: int, dialect: str = "dcp", **rules: Any) -> sk.SaveReport:
+def save_through(
+    storage: Storage, seed: int, dialect: str = "dcp", config: sk.Config = CONFIG, **rules: Any
+) -> sk.SaveReport:
     """Save `state(seed)` to any storage; in the megatron dialect the values are common ones."""
     target = Target(storage=storage, overwrite=True, **rules)
     take_apart = capture if dialect == "dcp" else capture_as_megatron
-    begun = checkpointer.begin(state(seed), target, CONFIG, snapshot=False, take_apart=take_apart)
+    begun = checkpointer.begin(state(seed), target, config, snapshot=False, take_apart=take_apart)
     return checkpointer.finish(begun)
 
 
