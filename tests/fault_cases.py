@@ -75,11 +75,13 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "_BATCH_BYTES", 2048)
 
 
-def save_through(storage: Storage, seed: int, dialect: str = "dcp", **rules: Any) -> sk.SaveReport:
+def save_through(
+    storage: Storage, seed: int, dialect: str = "dcp", config: sk.Config = CONFIG, **rules: Any
+) -> sk.SaveReport:
     """Save `state(seed)` to any storage; in the megatron dialect the values are common ones."""
     target = Target(storage=storage, overwrite=True, **rules)
     take_apart = capture if dialect == "dcp" else capture_as_megatron
-    begun = checkpointer.begin(state(seed), target, CONFIG, mode="sync", take_apart=take_apart)
+    begun = checkpointer.begin(state(seed), target, config, mode="sync", take_apart=take_apart)
     return checkpointer.finish(begun)
 
 

@@ -1,8 +1,13 @@
-"""Headers to plan with."""
+"""Headers to plan with, and plans made of them as ranks make them: packed, sent, unpacked."""
 
 from __future__ import annotations
 
-from shardkeep.types import Box, ShardHeader, whole
+from collections.abc import Sequence
+from typing import Any
+
+from shardkeep import plan
+from shardkeep.columns import Columns, pack, unpack
+from shardkeep.types import Box, Dialect, ShardHeader, whole
 
 ATTEMPT = "17000000000001234"
 
@@ -23,3 +28,11 @@ def object_header(key: str, *, is_main: bool = True) -> ShardHeader:
 
 def rows(key: str, low: int, high: int, total: int, **more: object) -> ShardHeader:
     return header(key, Box(offset=(low, 0), shape=(high - low, 8)), (total, 8), **more)  # type: ignore[arg-type]
+
+
+def joined(ranks: Sequence[Sequence[ShardHeader]]) -> Columns:
+    return unpack([pack(headers) for headers in ranks])
+
+
+def assign(ranks: Sequence[Sequence[ShardHeader]], dialect: Dialect, **rules: Any) -> list[list[int]]:
+    return [share.tolist() for share in plan.assign(joined(ranks), dialect, **rules)]

@@ -6,15 +6,18 @@ import errno
 import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 import shardkeep as sk
 from fault_cases import (
     CHANGES,
+    CONFIG,
     FIXED_NAMES,
     Unsynced,
     operations,
@@ -67,6 +70,21 @@ def save_2_megatron(storage: Storage) -> sk.SaveReport:
     return save_through(storage, 2, "megatron", attached={"tokenizer.json": b"2" * 100})
 
 
+OURS_ALONE = replace(CONFIG, vanilla_metadata=False)
+
+
+def without_metadata(directory: Path) -> None:
+    save_through(Unsynced(directory), 1, config=OURS_ALONE)
+
+
+def save_2_without_metadata(storage: Storage) -> sk.SaveReport:
+    return save_through(storage, 2, config=OURS_ALONE)
+
+
+def save_2_megatron_without_metadata(storage: Storage) -> sk.SaveReport:
+    return save_through(storage, 2, "megatron", config=OURS_ALONE)
+
+
 # name -> (what the directory holds before, the save that is struck)
 SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Storage], sk.SaveReport]]] = {
     "first save": (nothing, save_2),
@@ -74,6 +92,10 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Storage], sk.SaveRe
     "overwrite, megatron": (ours_with_tokenizer, save_2_megatron),
     "overwrite of another tool's": (foreign, save_2_megatron),
     "overwrite of another tool's over ours": (foreign_over_ours, save_2),
+    "first save, without .metadata": (nothing, save_2_megatron_without_metadata),
+    "without .metadata over one with it": (ours, save_2_without_metadata),
+    "with .metadata over one without it": (without_metadata, save_2),
+    "without .metadata over another tool's": (foreign_over_ours, save_2_megatron_without_metadata),
 }
 scenarios = pytest.mark.parametrize("scenario", SCENARIOS)
 
@@ -227,6 +249,40 @@ def test_the_nonce_of_a_save_that_has_begun_since_is_left(tmp_path: Path) -> Non
         (tmp_path / f"shardkeep.{attempt}.nonce").write_bytes(b"")
     save_2(Unsynced(tmp_path))
     assert strays(tmp_path) == {f"shardkeep.{'9' * 17}.nonce"}
+
+
+def test_a_checkpoint_without_metadata_is_whole_and_another_tool_can_overwrite_it(tmp_path: Path) -> None:
+    """`.metadata` of the checkpoint before must not stay and make the directory look like another tool's."""
+    ours(tmp_path)
+    assert (tmp_path / ".metadata").exists()
+    save_2_without_metadata(Unsynced(tmp_path))
+    assert not (tmp_path / ".metadata").exists()
+    assert whole(tmp_path) == 2 and sk.verify(tmp_path).ok and strays(tmp_path) == set()
+    with pytest.raises(AlreadyCommitted):
+        sk.save(state(3), tmp_path)
+    dcp.save(state(4), checkpoint_id=tmp_path, no_dist=True)
+    assert whole(tmp_path) == 4  # theirs now counts, though our manifest is still there
+    save_2_without_metadata(Unsynced(tmp_path))
+    assert whole(tmp_path) == 2 and strays(tmp_path) == set()
+    save_through(Unsynced(tmp_path), 3)
+    assert whole(tmp_path) == 3
+    read = {"model.w": torch.zeros(30, 20)}
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read["model.w"], state(3)["model"]["w"])
+
+
+def test_metadata_of_an_attempt_that_is_left_for_its_step_does_not_hide_the_next(tmp_path: Path) -> None:
+    """A run keeps the files of the attempt before until its step is committed."""
+    ours(tmp_path)
+    save_through(Unsynced(tmp_path), 2, config=OURS_ALONE, keep_previous=True)
+    assert whole(tmp_path) == 2
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_the_environment_can_leave_metadata_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDKEEP_VANILLA_METADATA", "0")
+    sk.save(state(1), tmp_path)
+    assert whole(tmp_path) == 1 and not (tmp_path / ".metadata").exists()
 
 
 def test_a_save_that_another_has_overtaken_is_refused_at_its_commit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plan_cases import header, object_header, rows
+from plan_cases import assign, header, joined, object_header, rows
 from shardkeep import plan
 from shardkeep.errors import InvalidState
 from shardkeep.types import Box, Dialect, ShardHeader, TensorInfo, whole
@@ -55,20 +55,20 @@ def test_every_box_is_written_exactly_once_by_a_rank_that_holds_it(
     world: tuple[Dialect, list[list[ShardHeader]]],
 ) -> None:
     dialect, ranks = world
-    chosen = plan.assign(ranks, dialect)
+    chosen = assign(ranks, dialect)
     written = [(ranks[r][i].key, ranks[r][i].box) for r, mine in enumerate(chosen) for i in mine]
     held = {(h.key, h.box) for headers in ranks for h in headers}
     assert len(written) == len(set(written))
     assert set(written) == held
     assert all(mine == sorted(mine) for mine in chosen)
-    assert plan.assign([list(headers) for headers in ranks], dialect) == chosen
+    assert assign([list(headers) for headers in ranks], dialect) == chosen
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
 def test_replicated_shards_balance_over_ranks(sizes: list[int], num_ranks: int) -> None:
     """The bound of largest-first scheduling: nobody has more than the mean plus one shard."""
     ranks = [[rows(f"w{n}", 0, size, size) for n, size in enumerate(sizes)] for _ in range(num_ranks)]
-    load = [sum(ranks[r][i].num_bytes for i in mine) for r, mine in enumerate(plan.assign(ranks, "dcp"))]
+    load = [sum(ranks[r][i].num_bytes for i in mine) for r, mine in enumerate(assign(ranks, "dcp"))]
     assert sum(load) == sum(sizes) * 32
     assert max(load) <= sum(load) / num_ranks + max(sizes) * 32
     assert max(load) <= 4 / 3 * max(sum(load) / num_ranks, max(sizes) * 32) + max(sizes) * 32 / 3
@@ -79,22 +79,22 @@ def test_replicas_make_up_for_shards_without_a_choice() -> None:
     alone = rows("alone", 0, 100, 100)
     shared = [rows(f"shared{n}", 0, 30, 30) for n in range(3)]
     copies = [replace(h, is_main=False) for h in shared]
-    assert plan.assign([[*shared, alone], copies], "megatron") == [[3], [0, 1, 2]]
+    assert assign([[*shared, alone], copies], "megatron") == [[3], [0, 1, 2]]
 
 
 def test_objects_of_the_dcp_dialect_are_written_by_the_lowest_rank_that_holds_them() -> None:
     ranks = [[], [object_header("step"), object_header("lr")], [object_header("lr"), object_header("step")]]
-    assert plan.assign(ranks, "dcp") == [[], [0, 1], []]
+    assert assign(ranks, "dcp") == [[], [0, 1], []]
 
 
 def test_objects_of_the_megatron_dialect_are_written_by_their_main_replica() -> None:
     ranks = [[object_header("extra", is_main=False)], [object_header("extra")]]
-    assert plan.assign(ranks, "megatron") == [[], [0]]
+    assert assign(ranks, "megatron") == [[], [0]]
 
 
 def test_the_tensors_of_a_checkpoint_are_those_of_all_ranks() -> None:
     ranks = [[rows("a", 0, 2, 4), object_header("o")], [rows("a", 2, 4, 4), header("b", whole(()), ())]]
-    assert plan.tensors(ranks) == {
+    assert plan.tensors(joined(ranks)) == {
         "a": TensorInfo(dtype="float32", shape=(4, 8)),
         "b": TensorInfo(dtype="float32", shape=()),
     }
@@ -133,11 +133,11 @@ CONFLICTS: dict[str, tuple[Dialect, list[list[ShardHeader]], str, tuple[int, ...
 def test_what_is_no_exact_cover_is_refused_by_key_and_rank(name: str) -> None:
     dialect, ranks, says, named = CONFLICTS[name]
     with pytest.raises(InvalidState, match=says) as caught:
-        plan.assign(ranks, dialect)
+        assign(ranks, dialect)
     assert caught.value.fields["key"] == "w"
     text = str(caught.value).replace(repr("w"), "")
     assert tuple(map(int, re.findall(r"\d+", re.search(r"ranks? ([\d and]+)|$", text).group()))) == named
-    plan.assign(ranks, dialect, check=False)  # as Megatron's validate_access_integrity=False asks
+    assign(ranks, dialect, check=False)  # as Megatron's validate_access_integrity=False asks
 
 
 def test_a_gap_is_shown() -> None:
@@ -148,10 +148,10 @@ def test_a_gap_is_shown() -> None:
         Box(offset=(4, 0), shape=(4, 4)),
     ]
     with pytest.raises(InvalidState, match=r"a gap at \[4:8, \d:8\]"):
-        plan.assign([[header("w", box, (8, 8)) for box in corner]], "dcp")
+        assign([[header("w", box, (8, 8)) for box in corner]], "dcp")
 
 
 def test_empty_shards_of_other_ranks_are_no_conflict() -> None:
     """An uneven DTensor leaves some ranks without an element; their empty box may lie anywhere."""
     empty = header("w", Box(offset=(8, 0), shape=(0, 8)), (8, 8))
-    assert plan.assign([[rows("w", 0, 8, 8)], [empty], [empty]], "dcp") == [[0], [], []]
+    assert assign([[rows("w", 0, 8, 8)], [empty], [empty]], "dcp") == [[0], [], []]

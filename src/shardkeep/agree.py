@@ -1,35 +1,40 @@
-"""All ranks' captures -> one attempt and each rank's share of it. Collective; the only place where plans are
-cached.
+"""All ranks' captures -> one plan, and one attempt that follows it. Collective; the only place where plans
+are cached.
 
 First the ranks exchange fingerprints of their headers (names, shapes, dtypes, boxes, replicas: nothing that
-memory can invalidate). If all of them remember the plan for these fingerprints it is used again; otherwise
-headers travel to rank 0, which plans. Only rank 0 asks the storage what exists. A nonce file proves that all
-ranks see the same directory.
+memory can invalidate). If all of them remember the plan for these fingerprints it is used again, and one
+exchange is all it takes; otherwise headers travel to rank 0, as columns, and it plans. Only rank 0 asks the
+storage what exists. A nonce file proves that all ranks see the same directory.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
+import xxhash
 
 from shardkeep import commit, manifest, plan
 from shardkeep.catalog import Catalog
+from shardkeep.columns import pack, unpack
 from shardkeep.config import Config
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import InvalidState, LoadFailed, NoSpace
 from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage
-from shardkeep.types import Captured, ShardHeader, Target, TensorInfo
+from shardkeep.types import Captured, Dialect, Target, TensorInfo
 
 log = logging.getLogger("shardkeep")
 
 _REMEMBERED_PLANS = 16  # a job has a handful of components (policy, critic, ...)
 _SEE_NONCE_S = 10.0  # a network file system may show a new file late
+_DIGEST_BYTES = 8  # of a plain value, see `capture.value_digest`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,47 +49,171 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class Plan:
+    """Who writes what, for one layout. `fingerprint` and `chosen` (indices of shards) are this rank's own;
+    the rest is known to rank 0 alone: the tensors and payload bytes of all ranks together, and the names of
+    each rank's plain values, in the order in which their digests come.
+    """
+
+    fingerprint: bytes
     chosen: list[int]
-    tensors: dict[str, TensorInfo]  # rank 0
-    num_bytes: int  # rank 0
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    num_bytes: int = 0
+    values: list[list[str]] = field(default_factory=list)
 
 
-_plans: OrderedDict[str, _Plan] = OrderedDict()
+class Mine(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says at every save: `known` are its plans for this fingerprint, `values` the digests of its
+    plain values, 8 bytes each."""
+
+    fingerprint: bytes
+    known: list[bytes]
+    values: bytes
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of a layout that is new to some rank."""
+
+    columns: bytes
+    values: list[str]
+    host: str
+
+
+_plans: OrderedDict[bytes, Plan] = OrderedDict()
 
 
 def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config) -> Agreement:
     """Fix attempt and shares. Raises on every rank: InvalidState, AlreadyCommitted, NoSpace, SaveFailed."""
-    headers = [s.header for s in captured.shards]
-    mine = {"fingerprint": fingerprint(captured, headers), "known": list(_plans), "digests": captured.digests}
-    everyone = ranks.gather("captures", mine)
-    opened: dict[str, Any] | None = None
+    opened: list[str] = []
+
+    def open_attempt(plan: Plan) -> str:
+        opened.append(commit.open_attempt(target))
+        _check_space(target.storage, plan.num_bytes)
+        return opened[0]
+
     try:
-        if everyone is not None:
-            opened = _open(everyone, target)
-        opened = ranks.broadcast("attempt", opened)
-        if not opened["known"]:
-            _make_plan(ranks, opened["plan"], headers, captured, target)
-        _plans.move_to_end(opened["plan"])
-        chosen = _plans[opened["plan"]]
-        if ranks.rank == 0:
-            _check_space(target.storage, chosen.num_bytes)
-        elif not _sees_nonce(target.storage, opened["attempt"]):
+        chosen, attempt = plan_together(
+            ranks, captured, check_cover=target.check_cover, lenient=target.lenient, begin=open_attempt
+        )
+        if ranks.rank != 0 and not _sees_nonce(target.storage, attempt):
             _other_directory(target)
     except BaseException:
-        if opened and ranks.rank == 0:
-            commit.abandon(target.storage, opened["attempt"])
+        if opened:
+            commit.abandon(target.storage, opened[0])
         raise
-    return Agreement(attempt=opened["attempt"], chosen=chosen.chosen, tensors=chosen.tensors)
+    return Agreement(attempt=attempt, chosen=chosen.chosen, tensors=chosen.tensors)
 
 
-def _open(everyone: list[dict[str, Any]], target: Target) -> dict[str, Any]:
-    """Rank 0: a fresh attempt for what all ranks hold, and the plan to use if all of them know it."""
-    _compare_values([e["digests"] for e in everyone], strict=not target.lenient)
-    prints = "".join(e["fingerprint"] for e in everyone)
-    plan_id = manifest.digest(f"{prints} checked {target.check_cover}".encode())
-    known = all(plan_id in e["known"] for e in everyone)
-    return {"attempt": commit.open_attempt(target), "plan": plan_id, "known": known}
+def plan_together(
+    ranks: Coordinator,
+    captured: Captured,
+    *,
+    check_cover: bool = True,
+    lenient: bool = False,
+    begin: Callable[[Plan], str] = lambda plan: "",
+) -> tuple[Plan, str]:
+    """The plan for what all ranks hold, and what `begin(plan)` said on rank 0, where it is called once the
+    plan stands. One exchange if every rank remembers the plan, two otherwise. InvalidState if shards are no
+    exact cover (with `check_cover`), or if plain values differ (unless `lenient`).
+    """
+    own = fingerprint(captured)
+    mine = Mine(
+        fingerprint=own,
+        known=[plan_id for plan_id, p in _plans.items() if p.fingerprint == own],
+        values=bytes.fromhex("".join(captured.digests.values())),
+    )
+    said = ranks.gather("captures", msgspec.msgpack.encode(mine))
+    everyone = [msgspec.msgpack.decode(s, type=Mine) for s in said or ()]
+
+    def accept(plan: Plan) -> str:
+        _compare_values(plan.values, [m.values for m in everyone], lenient=lenient)
+        return begin(plan)
+
+    answer: tuple[bytes, str | None] | None = None
+    if said is not None:
+        plan_id, is_known = identify(everyone, check_cover)
+        answer = plan_id, accept(_plans[plan_id]) if is_known else None
+    plan_id, begun = ranks.broadcast("attempt", answer)
+    if begun is None:
+        _plans[plan_id], begun = _make_plan(ranks, captured, own, check_cover, accept)
+    _plans.move_to_end(plan_id)
+    while len(_plans) > _REMEMBERED_PLANS:
+        _plans.popitem(last=False)
+    return _plans[plan_id], begun
+
+
+def fingerprint(captured: Captured) -> bytes:
+    """16 bytes that tell layouts apart: everything that a plan is made of, nothing that memory can
+    invalidate.
+    """
+    layout = (captured.dialect, [s.header for s in captured.shards], list(captured.digests))
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(layout))
+
+
+def identify(everyone: Sequence[Mine], check_cover: bool) -> tuple[bytes, bool]:
+    """The id of the plan for these fingerprints, and whether all ranks remember it."""
+    prints = b"".join(m.fingerprint for m in everyone)
+    plan_id = xxhash.xxh3_128_digest(prints + bytes([check_cover]))
+    return plan_id, all(plan_id in m.known for m in everyone)
+
+
+def make_plan(layouts: Sequence[Layout], dialect: Dialect, check_cover: bool) -> tuple[Plan, list[bytes]]:
+    """Rank 0: the plan for what all ranks hold, but for its own share; and each rank's share, as int32."""
+    with no_gc():
+        columns = unpack([layout.columns for layout in layouts])
+        shares = plan.assign(columns, dialect, check=check_cover, hosts=[layout.host for layout in layouts])
+        tensors = plan.tensors(columns)
+    num_bytes = sum(
+        int(columns.num_bytes[start:][share].sum())
+        for start, share in zip(columns.starts.tolist(), shares, strict=False)
+    )
+    same: dict[tuple[str, ...], list[str]] = {}  # most ranks name the same values
+    values = [same.setdefault(tuple(layout.values), layout.values) for layout in layouts]
+    made = Plan(fingerprint=b"", chosen=[], tensors=tensors, num_bytes=num_bytes, values=values)
+    return made, [share.astype(np.int32).tobytes() for share in shares]
+
+
+def _make_plan(
+    ranks: Coordinator, captured: Captured, own: bytes, check_cover: bool, begin: Callable[[Plan], str]
+) -> tuple[Plan, str]:
+    layout = Layout(
+        columns=pack([s.header for s in captured.shards]),
+        values=list(captured.digests),
+        host=socket.gethostname(),
+    )
+    said = ranks.gather("headers", msgspec.msgpack.encode(layout))
+    made, answers = Plan(fingerprint=own, chosen=[]), None
+    if said is not None:
+        layouts = [msgspec.msgpack.decode(s, type=Layout) for s in said]
+        made, shares = make_plan(layouts, captured.dialect, check_cover)
+        begun = begin(made)
+        answers = [[share, begun] for share in shares]
+    share, begun = ranks.scatter("shares", answers)
+    return replace(made, fingerprint=own, chosen=np.frombuffer(share, np.int32).tolist()), begun
+
+
+def _compare_values(names: Sequence[list[str]], digests: Sequence[bytes], *, lenient: bool) -> None:
+    """Plain values that several ranks hold must be equal, since one of them is stored for all."""
+    first: dict[str, tuple[int, bytes]] = {}
+    seen: set[tuple[int, bytes]] = set()  # ranks with the same names share one list of them
+    for rank, (own, values) in enumerate(zip(names, digests, strict=True)):
+        if (id(own), values) in seen:
+            continue
+        seen.add((id(own), values))
+        for number, key in enumerate(own):
+            digest = values[number * _DIGEST_BYTES :][:_DIGEST_BYTES]
+            rank_a, digest_a = first.setdefault(key, (rank, digest))
+            if digest_a == digest:
+                continue
+            what = f"ranks {rank_a} and {rank} hold different values of '{key}'"
+            if not lenient:
+                raise InvalidState(
+                    what,
+                    key=key,
+                    remedy="Store per-rank values under keys that name the rank, or as a ShardedObject.",
+                )
+            log.warning("%s; rank %d's is stored", what, rank_a)
+            return  # one warning is enough
 
 
 def same_for_all(ranks: Coordinator, catalog: Catalog, label: str) -> Catalog:
@@ -104,46 +233,6 @@ def same_for_all(ranks: Coordinator, catalog: Catalog, label: str) -> Catalog:
     return catalog
 
 
-def fingerprint(captured: Captured, headers: list[ShardHeader]) -> str:
-    return manifest.digest(msgspec.msgpack.encode((captured.dialect, headers)))
-
-
-def _make_plan(
-    ranks: Coordinator, plan_id: str, headers: list[ShardHeader], captured: Captured, target: Target
-) -> None:
-    raw = ranks.gather("headers", msgspec.to_builtins(headers))
-    shares, infos, num_bytes = None, {}, 0
-    if raw is not None:
-        with no_gc():
-            everyone = msgspec.convert(raw, list[list[ShardHeader]])
-            shares = plan.assign(everyone, captured.dialect, check=target.check_cover)
-            infos = plan.tensors(everyone)
-            num_bytes = sum(everyone[rank][i].num_bytes for rank, share in enumerate(shares) for i in share)
-    mine = ranks.scatter("shares", shares)
-    _plans[plan_id] = _Plan(chosen=mine, tensors=infos, num_bytes=num_bytes)
-    while len(_plans) > _REMEMBERED_PLANS:
-        _plans.popitem(last=False)
-
-
-def _compare_values(digests: list[dict[str, str]], *, strict: bool) -> None:
-    """Plain values that several ranks hold must be equal, since one of them is stored for all."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, values in enumerate(digests):
-        for key, digest in values.items():
-            rank_a, digest_a = first.setdefault(key, (rank, digest))
-            if digest_a == digest:
-                continue
-            what = f"ranks {rank_a} and {rank} hold different values of '{key}'"
-            if strict:
-                raise InvalidState(
-                    what,
-                    key=key,
-                    remedy="Store per-rank values under keys that name the rank, or as a ShardedObject.",
-                )
-            log.warning("%s; rank %d's is stored", what, rank_a)
-            return  # one warning is enough
-
-
 def _check_space(storage: Storage, num_bytes: int) -> None:
     free = storage.free_bytes()
     if free < num_bytes:
@@ -157,11 +246,16 @@ def _check_space(storage: Storage, num_bytes: int) -> None:
 
 def _sees_nonce(storage: Storage, attempt: str) -> bool:
     end = time.monotonic() + _SEE_NONCE_S
-    while manifest.nonce_name(attempt) not in storage.sizes():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
+    while True:
+        try:
+            storage.get(
+                manifest.nonce_name(attempt)
+            )  # not a listing: of thousands of ranks each would make one
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
 
 
 def _other_directory(target: Target) -> None:

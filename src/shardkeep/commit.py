@@ -84,7 +84,7 @@ def commit(
             paths={key: path for r in results for key, path in r.paths.items()},
             fixed={},
         )
-        fixed = vanilla.fixed_files(index, common) | target.attached
+        fixed = vanilla.fixed_files(index, common, metadata=config.vanilla_metadata) | target.attached
         manifest = _prepare(
             target,
             names.with_fixed(index, {n: names.digest(d) for n, d in fixed.items()}),
@@ -126,25 +126,35 @@ def _prepare(target: Target, index: Index, world_size: int, config: Config) -> M
     return manifest
 
 
-def _in_order(storage: Storage, manifest: Manifest, fixed: dict[str, bytes]) -> dict[str, bytes]:
-    """What `_publish` puts, and when: fixed-name files for other readers, then the manifest, the commit.
+def _in_order(storage: Storage, manifest: Manifest, fixed: dict[str, bytes]) -> dict[str, bytes | None]:
+    """What `_publish` puts (or removes: None), and when: fixed-name files for other readers, then the
+    manifest, the commit.
 
     Over another tool's checkpoint the manifest comes first: `.metadata` is what that tool committed by, so
-    replacing it is the moment at which the directory becomes ours.
+    replacing or removing it is the moment at which the directory becomes ours. An attempt without a
+    `.metadata` removes one of ours before its manifest comes: the attempt that explains it goes soon after.
     """
-    files = fixed | {names.MANIFEST: names.encode_manifest(manifest)}
+    removed: dict[str, bytes | None] = {} if METADATA in fixed else {METADATA: None}
+    files = removed | fixed | {names.MANIFEST: names.encode_manifest(manifest)}
     first = (names.MANIFEST, METADATA) if judge(storage).foreign else ()
     return {name: files[name] for name in first} | files
 
 
 def _publish(
-    storage: Storage, manifest: Manifest, files: dict[str, bytes], before: dict[str, bytes], config: Config
+    storage: Storage,
+    manifest: Manifest,
+    files: dict[str, bytes | None],
+    before: dict[str, bytes],
+    config: Config,
 ) -> None:
     """Put the files that make the attempt the checkpoint; if the storage refuses, what was there `before`."""
-    commits = METADATA if next(iter(files)) == names.MANIFEST else names.MANIFEST
+    over_foreign = next(iter(files)) == names.MANIFEST
+    commits = METADATA if over_foreign else names.MANIFEST
     try:
         for name, data in files.items():
-            storage.put(name, data, durable=config.durable)
+            _set(storage, name, data, config)
+            if over_foreign and name == names.MANIFEST:
+                _sync(storage, config)  # it must not be lost where what comes next, the commit, is not
     except Exception:
         if not _may_hold(storage, commits, files[commits]):
             _take_back(storage, manifest, {name: before.get(name) for name in files}, config)
@@ -152,12 +162,19 @@ def _publish(
     _sync(storage, config)
 
 
-def _may_hold(storage: Storage, name: str, data: bytes) -> bool:
-    """Whether a file may be in place although its put has failed."""
+def _set(storage: Storage, name: str, data: bytes | None, config: Config) -> None:
+    if data is None:
+        storage.delete(name)
+    else:
+        storage.put(name, data, durable=config.durable)
+
+
+def _may_hold(storage: Storage, name: str, data: bytes | None) -> bool:
+    """Whether a file may be in place (with None: may be gone) although putting it there has failed."""
     try:
         return storage.get(name) == data
     except FileNotFoundError:
-        return False
+        return data is None
     except OSError:
         return True
 
@@ -171,10 +188,7 @@ def _take_back(storage: Storage, manifest: Manifest, before: dict[str, bytes | N
     remove_files(storage, list(manifest.files))
     try:
         for name, data in before.items():
-            if data is None:
-                storage.delete(name)
-            else:
-                storage.put(name, data, durable=config.durable)
+            _set(storage, name, data, config)
     except OSError as e:
         log.warning("other tools cannot read %s until the next save: %s", storage.url, e)
     else:

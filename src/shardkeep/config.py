@@ -49,6 +49,10 @@ class Config:
     first reading holds training."""
     durable: bool = True
     """fsync files and directories before committing."""
+    vanilla_metadata: bool = True
+    """Write `.metadata`, by which unmodified torch DCP and megatron-core read the checkpoint. Every rank of
+    theirs unpickles all of it; docs/format.md says from which size on that hurts.
+    """
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "split_bytes", "deadline_s"):

@@ -1,33 +1,31 @@
 """Agreement between ranks over a TCPStore of our own: gather, broadcast, and one shared error, each with a
 deadline.
 
-Never the training job's communicators, and its default store only to learn where ours listens. A TCPStore
-whose host stops answering blocks every call past its own time-out, so each call runs on a daemon thread and
-the caller waits its own deadline. A *session* is one save or load: all ranks enter their sessions in the same
-order; its keys are `<number>/<name>`. The first rank that fails puts its error under `<number>/error`;
-whoever waits in that session sees it within milliseconds.
+Never the training job's communicators. A *session* is one save or load: all ranks enter their sessions in
+the same order; its keys are `<number>/<name>`. The first rank that fails puts its error under
+`<number>/error`; whoever waits in that session sees it when it looks next. Each call of the store hops to a
+thread and back (see `rendezvous.py`), so what belongs together is asked in one call.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
-import os
-import queue
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from shardkeep.alone import Alone
 from shardkeep.errors import DeadlineExceeded, InvalidState, ShardkeepError, from_wire, to_wire
+from shardkeep.rendezvous import ANSWER_S, GRACE_S, Caller, connect, end, linger, me, own_addresses, route_to
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -35,9 +33,9 @@ E = TypeVar("E", bound=BaseException)
 log = logging.getLogger("shardkeep")
 
 _POLL_S = (0.0005, 0.02)  # first and longest pause between looks at the store
-_GRACE_S = 5.0
+_PATIENT_RANKS = 128  # the longest pause is for so many ranks; more look less often, as one store serves all
+_AT_ONCE = 256  # keys asked for, or removed, in one call
 _ANY = "any"  # purpose of an error that is for whoever comes to its session
-_ANSWER_S = 30.0  # a store that does not answer one small call for this long is gone
 
 
 class Coordinator(Protocol):
@@ -155,7 +153,7 @@ def open_session(purpose: str, deadline_s: float, failure: type[ShardkeepError])
     try:
         opened = _meeting(deadline_s).open_session(purpose, deadline_s)
         with sharing(opened, failure):
-            opened.check_call()
+            opened.check_purpose()
         return opened
     except DeadlineExceeded as e:
         raise failure(e.what, **e.fields) from e
@@ -166,7 +164,7 @@ def tell(purpose: str, deadline_s: float, error: BaseException, failure: type[Sh
     if _is_alone():
         return
     try:
-        opened = _meeting(deadline_s).open_session(purpose, deadline_s)
+        opened = _meeting(deadline_s).open_session(purpose, deadline_s, declare=False)
         opened.fail(as_shared(error, opened, failure))
         opened.finish()
     except DeadlineExceeded as e:  # rank 0 is gone: nobody to tell, and the error at hand says more
@@ -175,87 +173,6 @@ def tell(purpose: str, deadline_s: float, error: BaseException, failure: type[Sh
 
 def _is_alone() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-
-
-class Alone:
-    """The coordinator of a single process."""
-
-    rank = 0
-    world_size = 1
-
-    def gather(self, name: str, value: Any) -> list[Any] | None:
-        return [_through_wire(value)]
-
-    def broadcast(self, name: str, value: Any = None) -> Any:
-        return _through_wire(value)
-
-    def scatter(self, name: str, values: list[Any] | None = None) -> Any:
-        assert values is not None
-        return _through_wire(values[0])
-
-    def settle(self, name: str) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def who(self, rank: int) -> str:
-        return f"rank {rank} ({_me()})"
-
-    def addresses(self) -> list[str]:
-        return _own_addresses()
-
-    def fail(self, error: BaseException) -> ShardkeepError:
-        return error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
-
-    def finish(self) -> None:
-        pass
-
-
-def _through_wire(value: Any) -> Any:
-    """What the value looks like after msgpack (tuples become lists), so that one process behaves like
-    many.
-    """
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
-
-
-class _Caller:
-    """Runs store calls on a daemon thread. A call that hangs is abandoned together with its thread."""
-
-    def __init__(self) -> None:
-        self.host = "rank 0"  # who runs the store, once that is known
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="shardkeep-store", daemon=True).start()
-
-    def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        try:
-            return future.result(timeout_s)
-        except DeadlineExceeded:  # the call's own
-            raise
-        except TimeoutError:
-            cause = f"nothing for {timeout_s:.3g} s"
-        except RuntimeError as e:  # torch's: the connection is gone
-            cause = str(e).partition("\n")[0]
-        raise DeadlineExceeded(
-            f"the store of {self.host} does not answer",
-            cause=cause,
-            remedy="That process has died or is stopped; look at its log.",
-        )
-
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            try:
-                future.set_result(call())
-            except BaseException as e:
-                future.set_exception(e)
-            del item, future, call  # they may hold the store of a group that is gone
-
-    def close(self) -> None:
-        """End the thread, unless a call holds it."""
-        self._calls.put(None)
 
 
 class _Meeting:
@@ -268,19 +185,19 @@ class _Meeting:
         self._number = 0
         self._was_behind = False
         self._lock = threading.Lock()
-        self.call = _Caller()
-        self.store = _connect(self.call, self.rank, deadline_s)
+        self.call = Caller()
+        self.store = connect(self.call, self.rank, deadline_s)
         self.finished: list[str] = []  # the key that counts who is through with the last session
-        end = weakref.finalize(self, _end, self.call, self.store, self.rank == 0, self.finished)
-        end.atexit = False  # see `_linger_at_exit`
-        self.call(lambda: self.store.set(f"who/{self.rank}", _me()), _ANSWER_S)
+        finalizer = weakref.finalize(self, end, self.call, self.store, self.rank == 0, self.finished)
+        finalizer.atexit = False  # see `_linger_at_exit`
+        self.call(lambda: self.store.set(f"who/{self.rank}", me()), ANSWER_S)
 
-    def open_session(self, purpose: str, deadline_s: float) -> _Session:
+    def open_session(self, purpose: str, deadline_s: float, *, declare: bool = True) -> _Session:
         with self._lock:
             while True:
                 self._number += 1
                 opened = _Session(self, self._number, purpose, deadline_s)
-                stale = opened.peek_error()
+                stale = opened.enter(declare)
                 if stale is None or self._is_mine(stale, purpose):
                     return opened
 
@@ -300,7 +217,7 @@ class _Meeting:
 
     def who(self, rank: int) -> str:
         key = f"who/{rank}"
-        known = self.call(lambda: self.store.get(key) if self.store.check([key]) else None, _ANSWER_S)
+        known = self.call(lambda: self.store.get(key) if self.store.check([key]) else None, ANSWER_S)
         return f"rank {rank} ({known.decode()})" if known else f"rank {rank} (never connected)"
 
 
@@ -310,28 +227,10 @@ def _is_part(purpose: str, of: str) -> bool:
     return kind == "step" and purpose.partition(" ")[2].startswith(f"{url}/")
 
 
-def _end(call: _Caller, store: Any, is_host: bool, finished: list[str]) -> None:
-    """A meeting goes, with its process group: end its thread, and on rank 0 its store, though not at once."""
-    call.close()
-    if is_host:
-        threading.Thread(target=_linger, args=(store, finished), name="shardkeep-end", daemon=True).start()
-
-
-def _linger(store: Any, finished: list[str]) -> None:
-    """Leave the other ranks a moment to read how the last session has ended, before the store goes."""
-    end = time.monotonic() + _GRACE_S
-    while finished and store.check(finished) and time.monotonic() < end:
-        time.sleep(_POLL_S[1])
-
-
 @atexit.register
 def _linger_at_exit() -> None:
     if _current is not None and _current.rank == 0:
-        _linger(_current.store, _current.finished)
-
-
-def _me() -> str:
-    return f"{socket.gethostname()}, pid {os.getpid()}"
+        linger(_current.store, _current.finished)
 
 
 class _Session:
@@ -347,14 +246,27 @@ class _Session:
         self._missing: list[int] = []  # ranks for which this one has waited in vain
         self._gathered = ""  # the last gather in which this rank took part
         self._is_finished = False
+        self._declared: bytes | None = None  # the purpose of the rank that came first
 
-    def check_call(self) -> None:
+    def enter(self, declare: bool) -> dict[str, Any] | None:
+        """The error of a session that has failed already; otherwise this rank says what it comes for, with
+        `declare`.
+        """
+        purpose, error = self._key("purpose"), self._key("error")
+
+        def call(store: Any) -> tuple[bytes | None, bytes | None]:
+            if found := _peek(store, error):
+                return found, None
+            return None, store.compare_set(purpose, "", self._purpose) if declare else None
+
+        stale, self._declared = self._call(call)
+        return msgspec.json.decode(stale) if stale else None
+
+    def check_purpose(self) -> None:
         """All ranks must make the same kind of call; paths are compared where that is wanted (see
         `agree`).
         """
-        key = self._key("purpose")
-        first = self._call(lambda store: store.compare_set(key, "", self._purpose)).decode()
-        mine = self._purpose
+        first, mine = (self._declared or self._purpose.encode()).decode(), self._purpose
         if first.partition(" ")[0] != mine.partition(" ")[0]:
             self._purpose = _ANY
             raise InvalidState(
@@ -365,57 +277,93 @@ class _Session:
             )
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        self._raise_shared_error()  # before the value is set: a rank that raises here has not been counted
-        self._gathered = name
-        mine = self._key(f"{name}/{self.rank}")
-        self._call(lambda store: store.set(mine, msgspec.msgpack.encode(value)))
+        mine, data = self._key(f"{name}/{self.rank}"), msgspec.msgpack.encode(value)
+        self._hand_in(name, lambda store: store.set(mine, data))
         if self.rank != 0:
             return None
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
-        self._await(keys, name, self._deadline_s)
-        return [msgspec.msgpack.decode(v) for v in self._call(lambda store: store.multi_get(keys))]
+        return [msgspec.msgpack.decode(v) for v in self._await(keys, name, self._deadline_s, keys)]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         key = self._key(name)
-        if self.rank == 0:
-            self._call(lambda store: store.set(key, msgspec.msgpack.encode(value)))
-        return self._receive(key, name)
+        if self.rank != 0:
+            return self._receive(key, name)
+        data = msgspec.msgpack.encode(value)
+        self._call(lambda store: store.set(key, data))
+        return msgspec.msgpack.decode(data)
 
     def scatter(self, name: str, values: list[Any] | None = None) -> Any:
-        if values is not None:
-            keys = [self._key(f"{name}/{rank}", remember=False) for rank in range(self.world_size)]
-            encoded = [msgspec.msgpack.encode(v) for v in values]
-            self._call(lambda store: store.multi_set(keys, encoded))
-        return self._receive(self._key(f"{name}/{self.rank}"), name)
+        if values is None:
+            return self._receive(self._key(f"{name}/{self.rank}"), name)
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
+        data = [msgspec.msgpack.encode(v) for v in values]
+        self._call(lambda store: store.multi_set(keys, data))
+        return msgspec.msgpack.decode(data[0])
 
     def settle(self, name: str) -> None:
-        self.gather(name, None)
-        self.broadcast(f"{name}-all")
+        """The last to come lets all go on: nobody has to wait until rank 0 looks."""
+        keys = [self._key(f"{name}/{rank}", remember=False) for rank in range(self.world_size)]
+        mine, num, settled = (
+            self._key(f"{name}/{self.rank}"),
+            self._key(f"{name}-num"),
+            self._key(f"{name}-all"),
+        )
+        nothing = msgspec.msgpack.encode(None)
+
+        def call(store: Any) -> bool:
+            store.set(mine, nothing)
+            is_last = bool(store.add(num, 1) == self.world_size)
+            if is_last:
+                store.set(settled, nothing)
+            return is_last
+
+        if self._hand_in(name, call):
+            return
+        if self.rank == 0:
+            self._await([settled], name, self._deadline_s, keys)
+        else:
+            self._receive(settled, name)
+
+    def _hand_in(self, name: str, call: Callable[[Any], T]) -> T:
+        """Give this rank's part of a gather, unless the session has failed: a rank that raises here has not
+        been counted.
+        """
+        self._gathered = name
+        error = self._key("error", remember=False)
+
+        def checked(store: Any) -> tuple[bytes | None, T | None]:
+            found = _peek(store, error)
+            return (found, None) if found else (None, call(store))
+
+        found, result = self._call(checked)
+        self._raise_shared(found)
+        return result  # type: ignore[return-value]
 
     def check(self) -> None:
-        self._raise_shared_error()
+        error = self._key("error", remember=False)
+        self._raise_shared(self._call(lambda store: _peek(store, error)))
 
     def who(self, rank: int) -> str:
         return self._meeting.who(rank)
 
     def addresses(self) -> list[str]:
         """First the one that the route to rank 0 starts from: whoever reaches rank 0 is on that network."""
-        own = _own_addresses()
+        own = own_addresses()
         return own if self.rank == 0 else [*route_to(self._meeting.store.host), *own]
 
     def _receive(self, key: str, name: str) -> Any:
         """A value that rank 0 sets. Rank 0 knows who is missing and says so at its deadline, so the others
         wait a little longer, and begin anew if it came to the session after them.
         """
-        if self.rank != 0:
-            patience_s = self._deadline_s + min(_GRACE_S, self._deadline_s / 4)
-            try:
-                self._await([key], name, patience_s)
-            except DeadlineExceeded:
-                if not self._has(self._key(f"{self._gathered}/0", remember=False)):
-                    raise
-                self._await([key], name, patience_s)
-        return msgspec.msgpack.decode(self._call(lambda store: store.get(key)))
+        patience_s = self._deadline_s + min(GRACE_S, self._deadline_s / 4)
+        zero = self._key(f"{self._gathered}/0", remember=False)
+        try:
+            found = self._await([key], name, patience_s, [zero])
+        except DeadlineExceeded:
+            if not self._call(lambda store: store.check([zero])):
+                raise
+            found = self._await([key], name, patience_s, [zero])
+        return msgspec.msgpack.decode(found[0])
 
     def fail(self, error: BaseException) -> ShardkeepError:
         own = error if isinstance(error, ShardkeepError) else ShardkeepError(str(error))
@@ -437,20 +385,16 @@ class _Session:
         if self._is_finished:
             return
         self._is_finished = True
-        self._key("error")
         done = self._key("done")
         self._meeting.finished[:] = [done]
         try:
             if self._call(lambda store: store.add(done, 1)) == self.world_size:
-                for key in dict.fromkeys(self._all_ranks_keys()):
-                    self._delete(key)
+                keys = list(dict.fromkeys(self._all_ranks_keys()))
+                for start in range(0, len(keys), _AT_ONCE):
+                    some = keys[start : start + _AT_ONCE]
+                    self._call(functools.partial(_delete, some))
         except DeadlineExceeded as e:  # the keys are gone with it; what the session was for is done
             log.debug("%s", e)
-
-    def peek_error(self) -> dict[str, Any] | None:
-        key = self._key("error", remember=False)
-        found = self._call(lambda store: store.get(key) if store.check([key]) else None)
-        return msgspec.json.decode(found) if found else None
 
     def _key(self, name: str, *, remember: bool = True) -> str:
         key = f"{self._number}/{name}"
@@ -467,41 +411,60 @@ class _Session:
                 yield key
 
     def _call(self, call: Callable[[Any], T]) -> T:
-        return self._meeting.call(lambda: call(self._meeting.store), min(_ANSWER_S, self._deadline_s))
+        return self._meeting.call(lambda: call(self._meeting.store), min(ANSWER_S, self._deadline_s))
 
-    def _has(self, key: str) -> bool:
-        return bool(self._call(lambda store: store.check([key])))
+    def _raise_shared(self, found: bytes | None) -> None:
+        if found:
+            raise RemoteError(from_wire(msgspec.json.decode(found)["error"]))
 
-    def _delete(self, key: str) -> None:
-        self._call(lambda store: store.delete_key(key))
-
-    def _raise_shared_error(self) -> None:
-        record = self.peek_error()
-        if record:
-            raise RemoteError(from_wire(record["error"]))
-
-    def _await(self, keys: list[str], name: str, timeout_s: float) -> None:
-        """Wait until all keys are set, somebody failed, or the time is up."""
+    def _await(self, keys: list[str], name: str, timeout_s: float, members: list[str]) -> list[bytes]:
+        """The values of all keys, once they are set. Raises if somebody failed, or when the time is up: then
+        it names the ranks whose key in `members` is missing.
+        """
         end = time.monotonic() + timeout_s
-        missing, pause = list(keys), _POLL_S[0]
+        values: list[bytes] = []
+        while len(values) < len(keys):
+            values += self._await_some(keys[len(values) :][:_AT_ONCE], name, end, members)
+        return values
+
+    def _await_some(self, keys: list[str], name: str, end: float, members: list[str]) -> list[bytes]:
+        error = self._key("error", remember=False)
+
+        def look(store: Any) -> tuple[list[bytes] | None, bytes | None]:
+            return (store.multi_get(keys), None) if store.check(keys) else (None, _peek(store, error))
+
+        pause, longest = _POLL_S[0], _POLL_S[1] * max(1, self.world_size / _PATIENT_RANKS)
         while True:
-            missing = [k for k in missing if not self._has(k)]
-            if not missing:
-                return
-            self._raise_shared_error()
+            values, failed = self._call(look)
+            if values is not None:
+                return values
+            self._raise_shared(failed)
             if time.monotonic() > end:
-                self._missing = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
-                raise DeadlineExceeded(
-                    f"no answer for '{name}' within {timeout_s:g} s from {self._who(self._missing)}",
-                    purpose=self._purpose,
-                    remedy="Look at their logs; Config.deadline_s helps if they are slow, not stuck.",
-                )
+                self._raise_missing(name, members)
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_S[1])
+            pause = min(1.5 * pause, longest)
+
+    def _raise_missing(self, name: str, members: list[str]) -> NoReturn:
+        missing = self._call(lambda store: [k for k in members if not store.check([k])])
+        self._missing = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
+        raise DeadlineExceeded(
+            f"no answer for '{name}' within {self._deadline_s:g} s from {self._who(self._missing)}",
+            purpose=self._purpose,
+            remedy="Look at their logs; Config.deadline_s helps if they are slow, not stuck.",
+        )
 
     def _who(self, ranks: list[int]) -> str:
         named = [self._meeting.who(r) for r in ranks[:8]]
         return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _delete(keys: list[str], store: Any) -> None:
+    for key in keys:
+        store.delete_key(key)
+
+
+def _peek(store: Any, key: str) -> bytes | None:
+    return store.get(key) if store.check([key]) else None
 
 
 _current: _Meeting | None = None
@@ -516,81 +479,3 @@ def _meeting(deadline_s: float) -> _Meeting:
     if _current is None or _current.group() is not group:
         _current = _Meeting(group, deadline_s)
     return _current
-
-
-def _connect(caller: _Caller, rank: int, deadline_s: float) -> Any:
-    """Rank 0 opens a TCPStore; the others learn its address through the job's default store, looked at but
-    never waited on.
-    """
-    default = dist.distributed_c10d._get_default_store()
-    key = "shardkeep/store"
-    if rank == 0:
-        server = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
-        record: dict[str, Any] = {
-            "port": server.port,
-            "hosts": _own_addresses(),
-            "token": os.urandom(8).hex(),
-            "who": _me(),
-        }
-        server.set("token", record["token"])
-        caller(lambda: default.set(key, msgspec.json.encode(record).decode()), _ANSWER_S)
-        return server
-    end = time.monotonic() + deadline_s
-    while not caller(lambda: default.check([key]), _ANSWER_S):
-        if time.monotonic() > end:
-            raise DeadlineExceeded(
-                f"rank 0 did not open its store within {deadline_s:g} s",
-                remedy="Every rank has to make the same shardkeep call.",
-            )
-        time.sleep(0.01)
-    record = msgspec.json.decode(caller(lambda: default.get(key), _ANSWER_S))
-    caller.host = f"rank 0 ({record['who']})"
-    hosts = _job_hosts(default) + record["hosts"]
-    return caller(
-        lambda: _first_reachable(hosts, record["port"], record["token"]), max(_ANSWER_S, deadline_s)
-    )
-
-
-def _first_reachable(hosts: list[str], port: int, token: str) -> Any:
-    for host in dict.fromkeys(hosts):
-        try:
-            with socket.create_connection((host, port), timeout=5):
-                pass
-            store = TCPStore(host, port, None, is_master=False, wait_for_workers=False)
-            if store.get("token").decode() == token:
-                return store
-        except (OSError, RuntimeError):  # not there, or something else listens: the next address
-            continue
-    raise DeadlineExceeded(
-        "rank 0's store cannot be reached",
-        tried=", ".join(dict.fromkeys(hosts)),
-        port=port,
-        remedy="Ranks must be able to open TCP connections to rank 0.",
-    )
-
-
-def _job_hosts(default: Any) -> list[str]:
-    """Where the job's own store runs, as this rank reaches it: rank 0's host in every usual launcher."""
-    store = default
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return [store.host] if hasattr(store, "host") else []
-
-
-def route_to(host: str) -> list[str]:
-    """The address of ours from which packets to a host leave. Connecting a datagram socket sends none."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as s:
-            s.connect(address)
-            return [s.getsockname()[0]]
-    except OSError:
-        return []
-
-
-def _own_addresses() -> list[str]:
-    name = socket.gethostname()
-    try:
-        return [socket.gethostbyname(name), name, "127.0.0.1"]
-    except OSError:
-        return [name, "127.0.0.1"]

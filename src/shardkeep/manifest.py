@@ -53,11 +53,12 @@ def nonce_name(attempt: str) -> str:
 
 def is_attempt_file(name: str) -> bool:
     """Whether a name is one that attempts (ours or vanilla's) write, so that a later commit may remove it."""
-    return is_of_ours(name) or _VANILLA.fullmatch(name) is not None or name.endswith(TEMPORARY)
+    return attempt_of(name) is not None or _VANILLA.fullmatch(name) is not None or name.endswith(TEMPORARY)
 
 
 def attempt_of(name: str) -> str | None:
-    """The attempt that a file name of ours carries; ids of later attempts are greater."""
+    """The attempt that a file name carries, or None: then no attempt of ours writes it. Ids of later attempts
+    are greater."""
     found = _WITH_ATTEMPT.fullmatch(name.removesuffix(TEMPORARY))
     return (found[1] or found[2]) if found else None
 
@@ -65,11 +66,6 @@ def attempt_of(name: str) -> str | None:
 def is_reserved(name: str) -> bool:
     """Whether a name has a meaning in the format, so that nothing else may be called so."""
     return name in FIXED_NAMES or name.startswith("shardkeep.") or is_attempt_file(name)
-
-
-def is_of_ours(name: str) -> bool:
-    """Whether a name is one that an attempt of ours writes, and nobody else."""
-    return _WITH_ATTEMPT.fullmatch(name) is not None
 
 
 def digest(data: bytes) -> str:

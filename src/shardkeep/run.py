@@ -250,7 +250,7 @@ class Run:
 
 def _is_ours(component: Storage) -> bool:
     files = component.sizes()
-    return any(map(names.is_of_ours, files)) or not (files or component.directories())
+    return any(map(names.attempt_of, files)) or not (files or component.directories())
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import torch
 from shardkeep.catalog import METADATA, Catalog, judge, read_foreign, read_ours
 from shardkeep.config import Config
 from shardkeep.connect import Inbox, Outbox
-from shardkeep.coordinate import Coordinator, route_to
+from shardkeep.coordinate import Coordinator
 from shardkeep.errors import Corrupt
 from shardkeep.exchange import Job, exchange, tasks_of
 from shardkeep.fetch import Checker, Ready, usable_bytes
@@ -26,6 +26,7 @@ from shardkeep.manifest import common_name, index_name
 from shardkeep.memory import host_bytes
 from shardkeep.once import OWN, Numbers, Share, assign, pack, unpack
 from shardkeep.ranges import DIRECT_BYTES, Unit, granule
+from shardkeep.rendezvous import route_to
 from shardkeep.storage import Reader, Storage
 from shardkeep.types import Dialect, Manifest
 

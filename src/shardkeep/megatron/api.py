@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from shardkeep import checkpointer, plan
+from shardkeep import checkpointer, columns, plan
 from shardkeep.config import resolve
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import ShardkeepError
@@ -25,7 +24,7 @@ from shardkeep.loading import Loading
 from shardkeep.megatron.state import MegatronTemplate, capture_megatron
 from shardkeep.megatron.strict import Strictness
 from shardkeep.storage import storage_for
-from shardkeep.types import CaptureMode, SaveReport, ShardHeader, Target
+from shardkeep.types import CaptureMode, SaveReport, Target
 
 log = logging.getLogger("shardkeep")
 
@@ -102,9 +101,9 @@ def load(
 
 def _check_access(ranks: Coordinator, template: MegatronTemplate) -> None:
     """Main replicas of all ranks together must ask for every tensor exactly once, as Megatron demands."""
-    everyone = ranks.gather("access", msgspec.to_builtins(template.headers))
+    everyone = ranks.gather("access", columns.pack(template.headers))
     if everyone is not None:
-        plan.check_cover(msgspec.convert(everyone, list[list[ShardHeader]]), "megatron")
+        plan.check_cover(columns.unpack(everyone), "megatron")
 
 
 class PendingSave:
