@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardkeep import serialize, stage
+from shardkeep.layout import first_of_tied
 from shardkeep.types import Captured, Dialect, ObjectShard, Path, Shard, ShardHeader, TensorShard
 
 
@@ -40,7 +41,8 @@ class Frozen:
 
 def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bool, lenient: bool) -> Frozen:
     """See the module. InvalidState for a value that could not be loaded again."""
-    mine = {i: captured.shards[i] for i in chosen}
+    headers = [s.header for s in captured.shards]
+    mine = {i: captured.shards[i] for i in first_of_tied(headers, chosen)}
     payloads = {
         i: serialize.dumps(s.value, s.header.key, lenient=lenient)
         for i, s in mine.items()
@@ -55,7 +57,7 @@ def freeze(captured: Captured, chosen: Sequence[int], rank: int, *, snapshot: bo
     shards = [mine.get(i) for i in range(len(captured.shards))]
     return Frozen(
         dialect=captured.dialect,
-        headers=[s.header for s in captured.shards],
+        headers=headers,
         shards=shards,
         payloads=payloads,
         common=common,

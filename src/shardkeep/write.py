@@ -7,8 +7,9 @@ first error stops all threads.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +18,10 @@ import xxhash
 from shardkeep import stage
 from shardkeep.config import Config
 from shardkeep.errors import Cancelled
+from shardkeep.frame import frame
 from shardkeep.freeze import Frozen
 from shardkeep.memory import host_bytes, is_direct
+from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage, Writer
 from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
@@ -30,6 +33,8 @@ _MAX_PARTS = 256
 _FEW_THREADS = 4
 _BATCH_BYTES = 512 << 10
 _BATCH_OF_MANY_BYTES = 4 << 20
+
+_PACKED_BYTES = 128 << 10  # pieces up to this size are copied together before they are hashed and written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,13 @@ def _run(threads: Sequence[threading.Thread], stop: threading.Event) -> None:
 
 def result(files: Sequence[FileLayout], stored: dict[str, StoredFile], frozen: Frozen) -> RankResult:
     """What other ranks and the index need to know of the written files."""
-    items = [_item(file.name, piece, frozen.headers[piece.shard]) for file in files for piece in file.pieces]
+    with no_gc():
+        items = [
+            _item(file.name, piece, frozen.headers[shard])
+            for file in files
+            for piece in file.pieces
+            for shard in (piece.shard, *piece.also)
+        ]
     paths = {i.key: frozen.paths[i.key] for i in items if i.key in frozen.paths}
     return RankResult(items=items, files=stored, paths=paths)
 
@@ -108,7 +119,7 @@ def _item(file: str, piece: Piece, header: ShardHeader) -> Item:
         file=file,
         offset=piece.offset,
         length=piece.length,
-        payload_offset=piece.offset + len(piece.head),
+        payload_offset=piece.offset + piece.head_bytes,
         num_bytes=piece.num_bytes,
     )
 
@@ -122,12 +133,17 @@ def checksums(data: bytes, config: Config) -> bytes:
 
 def _write_file(job: Job, file: FileLayout) -> StoredFile:
     writer = job.storage.create(file.name)
+    packed_bytes = min(_PACKED_BYTES, job.config.slot_bytes)
     try:
         sink = _Sink(writer, job.config)
         with stage.ring(job.config).pair() as slots:
             stager = stage.Stager(slots, job.ready)
-            for piece in file.pieces:
-                _write_piece(job, piece, stager, sink)
+            for is_small, pieces in itertools.groupby(file.pieces, key=lambda p: p.length <= packed_bytes):
+                if is_small:
+                    _write_packed(job, pieces, stager, sink)
+                    continue
+                for piece in pieces:
+                    _write_piece(job, piece, stager, sink)
             sink.flush()
     except BaseException:
         writer.abort()
@@ -138,24 +154,42 @@ def _write_file(job: Job, file: FileLayout) -> StoredFile:
 
 def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
     _check_stop(job)
-    sink.add(piece.head)
+    head, content, tail = _contents(job, piece)
+    sink.add(head)
+    if isinstance(content, bytes):
+        sink.add(content)
+    elif is_direct(content):
+        for part in _parts(host_bytes(content), sink.batch_bytes):
+            _check_stop(job)
+            sink.add(part)
+    else:
+        for block in stager.blocks(content):
+            _check_stop(job)
+            for part in _parts(block, sink.batch_bytes):
+                sink.add(part)
+            sink.flush()  # the slot is refilled next
+    sink.add(tail)
+
+
+def _write_packed(job: Job, pieces: Iterable[Piece], stager: stage.Stager, sink: _Sink) -> None:
+    """Small pieces, many at a time: what each costs in Python is then a copy, not a write and a hash."""
+    items = ((piece.length, _contents(job, piece)) for piece in pieces)
+    for block in stager.pack(items, sink.batch_bytes):
+        _check_stop(job)
+        sink.add(block)
+        sink.flush()  # the slot is refilled next
+
+
+def _contents(job: Job, piece: Piece) -> tuple[bytes, bytes | torch.Tensor, bytes]:
+    """Head, content and tail of a piece."""
     shard = job.shards[piece.shard]
     if not isinstance(shard, TensorShard):
-        sink.add(job.payloads[piece.shard])
-    else:
-        box = shard.header.box
-        tensor = shard.tensor.view(box.shape)[piece.box.slices_in(box)]
-        if is_direct(tensor):
-            for part in _parts(host_bytes(tensor), sink.batch_bytes):
-                _check_stop(job)
-                sink.add(part)
-        else:
-            for block in stager.blocks(tensor):
-                _check_stop(job)
-                for part in _parts(block, sink.batch_bytes):
-                    sink.add(part)
-                sink.flush()  # the slot is refilled next
-    sink.add(piece.tail)
+        return b"", job.payloads[piece.shard], b""
+    tensor, box = shard.tensor, shard.header.box
+    if piece.box is not box:
+        tensor = tensor.view(box.shape)[piece.box.slices_in(box)]
+    head, tail = frame(shard.header.dtype, piece.box.shape)
+    return head, tensor, tail
 
 
 def _check_stop(job: Job) -> None:
