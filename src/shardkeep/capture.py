@@ -97,7 +97,8 @@ def _flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]
 def tensor_shards(key: str, tensor: torch.Tensor) -> list[Shard]:
     """The shards of a plain tensor (one, whole) or of a DTensor (this rank's chunks)."""
     if not isinstance(tensor, DTensor):
-        return [tensor_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
+        shape = tuple(tensor.shape)
+        return [tensor_shard(key, tensor, shape, whole(shape))]
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise InvalidState(
             "a DTensor with Partial placement holds no final values",

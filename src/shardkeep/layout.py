@@ -70,7 +70,11 @@ def _drafts(shard: int, header: ShardHeader, payload: bytes | None, cut_bytes: i
     if payload is not None:
         yield shard, header.box, 0, len(payload), 0
         return
-    itemsize = header.num_bytes // header.box.numel if header.num_bytes else 1
+    if header.num_bytes <= cut_bytes:
+        head, tail = frame_bytes(header.dtype, header.box.shape)
+        yield shard, header.box, head, header.num_bytes, tail
+        return
+    itemsize = header.num_bytes // header.box.numel
     for box in split(header.box, max(1, cut_bytes // itemsize)):
         head, tail = frame_bytes(header.dtype, box.shape)
         yield shard, box, head, box.numel * itemsize, tail

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -52,7 +53,7 @@ class Box:
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is the whole tensor."""
-    return Box(offset=(0,) * len(shape), shape=tuple(shape))
+    return Box(offset=(0,) * len(shape), shape=shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +284,7 @@ class StepReport:
     components: dict[str, SaveReport]
 
 
+@lru_cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype without the prefix, as stored: 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
