@@ -183,9 +183,9 @@ def test_torch_makes_all_frames_once_a_derived_one_differs(monkeypatch: pytest.M
     frame.__wrapped__("float32", (100, 3))
     fill = frames._Form.fill
     monkeypatch.setattr(frames._Form, "fill", lambda *a: fill(*a).replace(b"archive", b"Archive", 1))
-    for rows in range(101, 120):
+    for rows in range(116, 230, 16):  # each could be made from the first
         assert frame.__wrapped__("float32", (rows, 3)) == frames._by_torch("float32", (rows, 3))
-    assert not derived("float32", (120, 3))
+    assert not derived("float32", (244, 3))
     frames._script.cache_clear()
 
 

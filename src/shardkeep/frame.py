@@ -45,22 +45,15 @@ def frame(dtype: str, shape: tuple[int, ...]) -> Frame:
     found = _template(dtype, shape)
     if found is None:
         return _by_torch(dtype, shape)
-    script, pickled, template, num_bytes = found
-    derived = template.derive(pickled, num_bytes)
-    if script.num_compared < _NUM_COMPARED:
-        script.num_compared += 1
-        own = _by_torch(dtype, shape)
-        if not template.is_same(own, derived):
-            script.is_usable = False
-            return own
-    return derived
+    pickled, template, num_bytes = found
+    return template.derive(pickled, num_bytes)
 
 
 def frame_bytes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """The lengths of head and tail, without making them."""
     found = _template(dtype, shape)
     if found:
-        return found[2].head_bytes, found[2].tail_bytes
+        return found[1].head_bytes, found[1].tail_bytes
     head, tail = frame(dtype, shape)
     return len(head), len(tail)
 
@@ -150,8 +143,10 @@ _templates: dict[
 ] = {}  # by size of the pickle and of the payload's last part
 
 
-def _template(dtype: str, shape: tuple[int, ...]) -> tuple[_Script, bytes, _Template, int] | None:
-    """What the frame of a shape is derived from; None if torch has to make it."""
+def _template(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, _Template, int] | None:
+    """What the frame of a shape is derived from (its pickle, a frame, the payload's bytes); None if torch has
+    to make it.
+    """
     script = _script(dtype, len(shape))
     if script is None or not script.is_usable:
         return None
@@ -160,13 +155,19 @@ def _template(dtype: str, shape: tuple[int, ...]) -> tuple[_Script, bytes, _Temp
         return None
     pickled = script.pickled(shape)
     kind = len(pickled), num_bytes % _ALIGNMENT_BYTES
-    if kind not in _templates:
+    is_new = kind not in _templates
+    if is_new:
         try:
             _templates[kind] = _Template(*_by_torch(dtype, shape), num_bytes)
         except (_Unknown, struct.error):
             _templates[kind] = None
     template = _templates[kind]
-    return (script, pickled, template, num_bytes) if template else None
+    if template is None:
+        return None
+    if script.num_compared < _NUM_COMPARED and not is_new:
+        script.num_compared += 1
+        script.is_usable = template.is_same(template.derive(pickled, num_bytes), _by_torch(dtype, shape))
+    return (pickled, template, num_bytes) if script.is_usable else None
 
 
 class _Unknown(Exception):

@@ -189,6 +189,7 @@ def _contents(job: Job, piece: Piece) -> tuple[bytes, bytes | torch.Tensor, byte
     if piece.box is not box:
         tensor = tensor.view(box.shape)[piece.box.slices_in(box)]
     head, tail = frame(shard.header.dtype, piece.box.shape)
+    assert (len(head), len(tail)) == (piece.head_bytes, piece.tail_bytes), "a frame is not as it was laid out"
     return head, tensor, tail
 
 

@@ -14,9 +14,10 @@ from shardkeep.storage import TEMPORARY, Buffer
 
 _MAX_PARTS = 512  # below IOV_MAX (1024) of every Linux
 
-# The disk begins while there is still more to write, so the fsync at the end has less to wait for: on ext4 1.1
-# to 1.4 times the speed of a plain writer, of a whole save 1.0 to 1.6; on tmpfs nothing. Preallocation halves
-# the speed on tmpfs, dropping written pages gains nothing (benchmarks/writers.py, results/writers_*.json).
+# The disk begins while there is still more to write, so the fsync at the end has less to wait for: 1.1 to 1.4
+# times the speed of a plain writer on ext4, 1.0 to 1.6 times that of a whole save; on tmpfs nothing.
+# Preallocation halves the speed on tmpfs, dropping written pages from the cache gains nothing
+# (benchmarks/writers.py, benchmarks/results/writers_*.json).
 _WRITE_BACK_BYTES = 32 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>; without waiting, so a write error is left for fsync to report
 
