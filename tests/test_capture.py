@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from shardkeep.agree import fingerprint
 from shardkeep.capture import capture, value_digest
 from shardkeep.errors import InvalidState, StorageReleased
 from shardkeep.testing.cluster import ClusterPool
@@ -267,3 +268,59 @@ def test_dtensors_without_final_values_or_memory_are_refused(ranks: ClusterPool)
     for partial, released in ranks.run(2, refusals_of_dtensors):
         assert "Partial" in partial and "'a.w'" in partial and "full_tensor()" in partial
         assert "'a.w'" in released and "expected 8 bytes, got 0 bytes" in released
+
+
+def ties(state: dict[str, Any]) -> dict[str, str | None]:
+    return {s.header.key: s.header.tied_to for s in capture(state).shards}
+
+
+def test_tensors_of_the_same_memory_are_tied_to_the_first() -> None:
+    w = torch.rand(4, 6)
+    state = {
+        "embed": w,
+        "head": torch.nn.Parameter(w),
+        "again": w.view(4, 6),
+        "transposed": w.t(),
+        "flat": w.view(-1),
+        "first_rows": w[:2],  # overlaps, and is stored by itself
+        "last_rows": w[2:],
+        "bits": w.view(torch.int32),
+        "equal": w.clone(),
+        "empty": torch.zeros(0, 3),
+        "also_empty": torch.zeros(0, 3),
+        "value": 1,
+    }
+    assert {k: t for k, t in ties(state).items() if t} == {"head": "embed", "again": "embed"}
+    z = torch.rand(3, dtype=torch.complex64)
+    assert ties({"a": z, "b": z.conj(), "c": z.conj()}) == {"a": None, "b": None, "c": "b"}
+
+
+def test_ties_are_looked_up_anew_each_time() -> None:
+    state = {"a": torch.rand(8), "b": torch.rand(8)}
+    assert ties(state) == {"a": None, "b": None}
+    untied = fingerprint(capture(state), [s.header for s in capture(state).shards])
+    state["b"] = state["a"]
+    assert ties(state) == {"a": None, "b": "a"}
+    assert fingerprint(capture(state), [s.header for s in capture(state).shards]) != untied
+    state["b"] = state["a"].clone()
+    assert ties(state) == {"a": None, "b": None}
+
+
+def test_boxes_of_one_tensor_are_not_tied_to_each_other() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    part = torch.rand(2, 3)
+    make = ShardedTensor.from_rank_offsets
+    state = {
+        "low": make("w", part, (0, 0, 2)),
+        "high": make("w", part, (0, 1, 2)),  # other place, same memory: two boxes to store
+        "tied": make("v", part, (0, 0, 2)),
+        "elsewhere": make("u", part, (0, 1, 4)),
+    }
+    assert [(s.header.key, s.header.tied_to) for s in capture(state).shards] == [
+        ("w", None),
+        ("w", None),
+        ("v", "w"),
+        ("u", None),
+    ]

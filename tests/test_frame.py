@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardkeep.frame import frame, payload_start
+from shardkeep import frame as frames
+from shardkeep.frame import frame, frame_bytes, payload_start
 from shardkeep.types import dtype_name, dtype_named
 
 # Sub-byte and quantized types have no plain bytes of their own; capture refuses the latter.
@@ -138,3 +141,61 @@ def test_the_payload_of_a_foreign_archive_is_found(tmp_path: Path) -> None:
     with (tmp_path / "a.pt").open("rb") as file:
         start = payload_start(file, "data/0")
     assert (tmp_path / "a.pt").read_bytes()[start : start + 20] == tensor.numpy().tobytes()
+
+
+def derived(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a frame of this shape comes from another one."""
+    return frames._template(dtype, shape) is not None
+
+
+@given(
+    st.sampled_from(["float32", "bfloat16", "uint8", "bool", "complex128", "float8_e5m2"]),
+    st.lists(st.sampled_from([1, 2, 3, 9, 255, 256, 257, 300, 65535, 65536]), max_size=5).filter(
+        lambda shape: math.prod(shape) < 1 << 26
+    ),
+)
+def test_a_derived_frame_is_torchs_own_except_for_its_id(dtype: str, dims: list[int]) -> None:
+    shape = tuple(dims)
+    frame(dtype, (5,) * len(shape))  # so that there is one to derive from
+    ours, own = frame.__wrapped__(dtype, shape), frames._by_torch(dtype, shape)
+    assert derived(dtype, shape)
+    assert frame_bytes(dtype, shape) == (len(ours[0]), len(ours[1])) == (len(own[0]), len(own[1]))
+    assert ours[0] == own[0]  # pickle, sizes and CRCs included
+    ids, changed = [], []
+    for head, tail in (ours, own):
+        with zipfile.ZipFile(
+            io.BytesIO(head + bytes(math.prod(shape) * dtype_named(dtype).itemsize) + tail)
+        ) as z:
+            ids.append(z.read("archive/.data/serialization_id"))
+            changed.append(z.getinfo("archive/.data/serialization_id").CRC.to_bytes(4, "little"))
+    assert ours[1].replace(ids[0], ids[1]).replace(changed[0], changed[1]) == own[1]
+
+
+def test_torch_makes_what_cannot_be_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not derived("float32", (1 << 29,))  # beyond 1 GiB, where zip and pickle change their form
+    assert not derived("float32", (0, 3))
+    assert derived("float32", (6, 2))
+
+
+def test_torch_makes_all_frames_once_a_derived_one_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames._script.cache_clear()
+    monkeypatch.setattr(frames, "_templates", {})
+    frame.__wrapped__("float32", (100, 3))
+    fill = frames._Form.fill
+    monkeypatch.setattr(frames._Form, "fill", lambda *a: fill(*a).replace(b"archive", b"Archive", 1))
+    for rows in range(116, 230, 16):  # each could be made from the first
+        assert frame.__wrapped__("float32", (rows, 3)) == frames._by_torch("float32", (rows, 3))
+    assert not derived("float32", (244, 3))
+    frames._script.cache_clear()
+
+
+def test_an_archive_of_an_unknown_form_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames._script.cache_clear()
+    by_torch = frames._by_torch
+    monkeypatch.setattr(frames, "_templates", {})
+    monkeypatch.setattr(
+        frames, "_by_torch", lambda d, s: (by_torch(d, s)[0], by_torch(d, s)[1].replace(b"PK\1\2", b"PK\1\3"))
+    )
+    assert not derived("float32", (7, 7))
+    assert frame.__wrapped__("float32", (7, 7)) == frames._by_torch("float32", (7, 7))
+    frames._script.cache_clear()

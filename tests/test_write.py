@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 
+import shardkeep as sk
 from shardkeep import layout, stage, write
 from shardkeep.capture import capture
 from shardkeep.config import Config
@@ -178,6 +180,157 @@ def test_staging_stays_within_its_budget(tmp_path: Path, monkeypatch: pytest.Mon
         write_state(state(), LocalStorage(tmp_path / str(save)), Config(io_threads=3, staging_bytes=600_000))
     assert len(made) <= 6
     assert sum(made) <= 600_000
+
+
+@pytest.mark.parametrize("slot_bytes", [1 << 13, 1 << 20])
+def test_many_small_items_are_packed_in_their_order(tmp_path: Path, slot_bytes: int) -> None:
+    """Items of all kinds, larger and smaller than a slot, at odd offsets; a small item never waits alone."""
+    torch.manual_seed(2)
+    kinds: list[Any] = [
+        lambda n: torch.rand(n % 37 + 1, n % 11 + 1),
+        lambda n: torch.rand(n % 23 + 2, 6).t(),
+        lambda n: torch.randint(0, 256, (n % 900,), dtype=torch.uint8),
+        lambda n: torch.rand(n % 13 + 1, dtype=torch.complex64).conj(),
+        lambda n: torch.rand(n % 300 + 3)[1::3].bfloat16(),
+        lambda n: list(range(n % 50)),
+        lambda n: torch.rand(5000 if n % 10 else 100_000),
+    ]
+    what = {f"k{n}": kinds[n % len(kinds)](n) for n in range(300)}
+    config = Config(io_threads=2, staging_bytes=4 * slot_bytes, chunk_bytes=5000)
+    appended: list[int] = []
+    storage = CountingStorage(tmp_path, appended)
+    items, stored = write_state(what, storage, config)
+    got = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else None for k, v in what.items()}
+    read_back(items, tmp_path, got)
+    for key, value in what.items():
+        assert torch.equal(got[key], value) if isinstance(value, torch.Tensor) else got[key] == value, key
+    for name, file in stored.items():
+        data = (tmp_path / name).read_bytes()
+        chunks = [data[i : i + 5000] for i in range(0, len(data), 5000)]
+        assert file.checksums == b"".join(xxhash.xxh3_128_digest(c) for c in chunks)
+    if slot_bytes == 1 << 20:
+        assert len(appended) < 40  # not 300
+
+
+class CountingStorage(LocalStorage):
+    def __init__(self, directory: Path, appended: list[int]) -> None:
+        super().__init__(directory)
+        self._appended = appended
+
+    def create(self, name: str) -> Writer:  # type: ignore[override]
+        writer = super().create(name)
+        append = writer.append
+
+        def counted(parts: Sequence[Buffer]) -> None:
+            self._appended.append(sum(map(len, parts)))
+            append(parts)
+
+        writer.append = counted  # type: ignore[method-assign]
+        return writer
+
+
+class Event:
+    """Stands for a device's event: what it waits for happens when it is waited for."""
+
+    def __init__(self, happen: Any) -> None:
+        self._happen = happen
+
+    def synchronize(self) -> None:
+        self._happen()
+
+
+def test_packed_blocks_are_settled_once_each_and_before_they_are_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with a device: copies of a whole slot are begun together, and take place while it is waited for."""
+    waits: list[int] = []
+
+    def late(self: stage.Stager, block: Any) -> Any:
+        def happen() -> None:
+            waits.append(len(block.collected))
+            block.copy(block.collected)
+
+        return block.view[: block.used_bytes], Event(happen) if block.collected else None
+
+    monkeypatch.setattr(stage.Stager, "_settle", late)
+    slots = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    tensors = [torch.randint(0, 256, (n % 199 + 2, 2), dtype=torch.uint8).t() for n in range(100)]
+    items = [(t.numel() + 2, (b"<", t, b">")) for t in tensors]
+    blocks = [bytes(block) for block in stage.Stager(slots, None).pack(iter(items), 512)]
+    assert b"".join(blocks) == b"".join(b"<" + t.contiguous().numpy().tobytes() + b">" for t in tensors)
+    assert len(waits) == len(blocks) <= 1 + sum(n for n, _ in items) // (4096 - 404)  # slots are filled
+    assert sum(waits) == len(tensors)
+
+
+def tied_state() -> dict[str, Any]:
+    w = torch.rand(64, 300)
+    columns = torch.rand(50, 8)[:, ::2]
+    return {
+        "embed": {"w": w},
+        "head": {"w": w},
+        "columns": columns,
+        "same": columns[:],
+        "part": w[:10],
+        "scale": torch.rand(3),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tied_weights_are_written_once_and_read_under_all_names(tmp_path: Path, asynchronous: bool) -> None:
+    what = tied_state()
+    path = tmp_path / "checkpoint"
+    report = sk.save_async(what, path).wait() if asynchronous else sk.save(what, path)
+    once = 4 * (64 * 300 + 200 + 10 * 300 + 3)
+    assert (report.num_bytes, report.num_items) == (once, 6)
+    assert sum(f.stat().st_size for f in path.glob("*.distcp")) < once + 4 * 2500
+    assert sk.verify(path).problems == ()
+    ckpt = sk.inspect(path)
+    assert ckpt.num_bytes == once
+    flat = {"embed.w": what["embed"]["w"], "head.w": what["head"]["w"]} | {
+        k: what[k] for k in ("columns", "same", "part", "scale")
+    }
+    for key, tensor in flat.items():
+        assert torch.equal(ckpt.read(key), tensor)
+    by_torch = {k: torch.zeros_like(v) for k, v in flat.items()}
+    nested = {"embed": {"w": by_torch.pop("embed.w")}, "head": {"w": by_torch.pop("head.w")}, **by_torch}
+    dcp.load(nested, checkpoint_id=path, no_dist=True)
+    ours = {"embed": {"w": torch.zeros(64, 300)}, "head": {"w": torch.zeros(64, 300)}}
+    ours |= {k: torch.zeros_like(v) for k, v in by_torch.items()}
+    sk.load(ours, path)
+    for loaded in (nested, ours):
+        assert torch.equal(loaded["embed"]["w"], what["embed"]["w"])
+        assert torch.equal(loaded["head"]["w"], what["head"]["w"])
+        assert all(torch.equal(loaded[k], what[k]) for k in by_torch)
+
+
+def test_megatron_reads_tied_weights(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from torch.distributed.checkpoint import FileSystemReader
+
+    w = torch.rand(40, 7)
+    state = {
+        "embed": ShardedTensor.from_rank_offsets("embed", w),
+        "head": ShardedTensor.from_rank_offsets("head", w),
+    }
+    report = sk.save(state, tmp_path)
+    assert report.num_bytes == w.nbytes
+    blank = {k: ShardedTensor.from_rank_offsets(k, torch.zeros(40, 7)) for k in state}
+    sk.load(blank, tmp_path)
+    assert torch.equal(blank["embed"].data, w) and torch.equal(blank["head"].data, w)
+    stored = FileSystemReader(tmp_path).read_metadata().storage_data
+    assert len(set(map(str, stored.values()))) == 1  # what Megatron's own strategy reads by
+    assert len(stored) == 2
+
+
+def test_tied_weights_that_change_apart_are_two_again(tmp_path: Path) -> None:
+    what = tied_state()
+    sk.save(what, tmp_path)
+    what["head"]["w"] = what["head"]["w"] + 1
+    sk.save(what, tmp_path, overwrite=True)
+    ckpt = sk.inspect(tmp_path)
+    assert torch.equal(ckpt.read("head.w"), ckpt.read("embed.w") + 1)
 
 
 def writer_threads() -> list[str]:

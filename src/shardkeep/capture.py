@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,34 @@ def _capture_plain(state: Mapping[str, Any]) -> Captured:
             tensor_shards(key, value) if isinstance(value, torch.Tensor) else [object_shard(key, value)]
         )
     digests = {s.header.key: value_digest(s.value) for s in shards if isinstance(s, ObjectShard)}
-    return Captured(dialect="dcp", shards=shards, paths=paths, digests=digests)
+    return Captured(dialect="dcp", shards=tied(shards), paths=paths, digests=digests)
+
+
+def tied(shards: list[Shard]) -> list[Shard]:
+    """The shards, with `tied_to` set in those whose box of the same tensor memory has come before under
+    another key. Overlapping views are not tied. Looked at anew for each save: storages move.
+    """
+    first: dict[int, list[TensorShard]] = {}  # by address
+    return [_tied_to_first(s, first) if isinstance(s, TensorShard) else s for s in shards]
+
+
+def _tied_to_first(shard: TensorShard, first: dict[int, list[TensorShard]]) -> TensorShard:
+    address = shard.tensor.data_ptr() if shard.header.num_bytes else 0
+    if not address:
+        return shard
+    there = first.setdefault(address, [])
+    same = next((s for s in there if _memory(s) == _memory(shard)), None)
+    if same is None:
+        there.append(shard)
+    elif same.header.key != shard.header.key:
+        return replace(shard, header=replace(shard.header, tied_to=same.header.key))
+    return shard
+
+
+def _memory(shard: TensorShard) -> tuple[Any, ...]:
+    """Equal for two shards that are the same bytes, now and in a checkpoint."""
+    t, h = shard.tensor, shard.header
+    return t.device, h.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg(), h.box, h.shape
 
 
 def _flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
@@ -82,7 +110,8 @@ def tensor_shards(key: str, tensor: torch.Tensor) -> list[Shard]:
     """The shards of a plain tensor (one, whole) or of a DTensor (this rank's chunks)."""
     if not isinstance(tensor, DTensor):
         check_kind(key, tensor)  # before its shape is asked for, which some kinds have not
-        return [_checked_shard(key, tensor, tuple(tensor.shape), whole(tuple(tensor.shape)))]
+        shape = tuple(tensor.shape)
+        return [_checked_shard(key, tensor, shape, whole(shape))]
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise InvalidState(
             "a DTensor with Partial placement holds no final values",
@@ -186,10 +215,11 @@ def check_memory(key: str, tensor: torch.Tensor) -> None:
     """StorageReleased where the storage of a plain tensor is smaller than the tensor needs."""
     if tensor.numel() == 0:
         return
-    last = tensor.storage_offset() + sum(
-        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    needed = (last + 1) * tensor.element_size()
+    if tensor.is_contiguous():
+        extent = tensor.numel()
+    else:
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
     if held < needed:
         raise StorageReleased(

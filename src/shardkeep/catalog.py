@@ -63,7 +63,8 @@ class Catalog:
 
     def num_bytes(self) -> int:
         """Payload bytes of all items."""
-        return sum(item.num_bytes for items in self.items.values() for item in items)
+        stored = {(i.file, i.offset): i.num_bytes for items in self.items.values() for i in items}
+        return sum(stored.values())  # tied tensors share their bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

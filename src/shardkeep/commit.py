@@ -247,7 +247,8 @@ def _manifest(target: Target, index: Index, index_data: bytes, world_size: int) 
 
 
 def _totals(items: list[Item], files: dict[str, int]) -> dict[str, int]:
-    return {"num_bytes": sum(i.num_bytes for i in items), "num_items": len(items), "num_files": len(files)}
+    stored = {(i.file, i.offset): i.num_bytes for i in items}  # tied tensors share their bytes
+    return {"num_bytes": sum(stored.values()), "num_items": len(items), "num_files": len(files)}
 
 
 def versions() -> dict[str, str | None]:

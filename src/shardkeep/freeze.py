@@ -17,6 +17,7 @@ import torch
 from shardkeep import serialize, stage
 from shardkeep.arena import Segment, arena, padded_bytes
 from shardkeep.hold import held_memory, memory_of
+from shardkeep.layout import first_of_tied
 from shardkeep.types import (
     Captured,
     CaptureMode,
@@ -74,9 +75,10 @@ def make_room(
     """Memory for what the mode copies; new memory only up to `limit_bytes`. One warning if there is not
     enough.
     """
-    tensors = [(i, s) for i in chosen if isinstance(s := captured.shards[i], TensorShard)]
     if mode == "sync":
         return Room()
+    first = first_of_tied([s.header for s in captured.shards], chosen)
+    tensors = [(i, s) for i in first if isinstance(s := captured.shards[i], TensorShard)]
     if mode == "lazy":
         held = held_memory()
         tensors = [(i, s) for i, s in tensors if memory_of(s.tensor) not in held]
@@ -103,7 +105,8 @@ def freeze(
     captured: Captured, chosen: Sequence[int], rank: int, *, mode: CaptureMode, room: Room, lenient: bool
 ) -> Frozen:
     """See the module. InvalidState for a value that could not be loaded again."""
-    mine = {i: captured.shards[i] for i in chosen}
+    headers = [s.header for s in captured.shards]
+    mine = {i: captured.shards[i] for i in first_of_tied(headers, chosen)}
     payloads = {
         i: serialize.dumps(s.value, s.header.key, lenient=lenient)
         for i, s in mine.items()
@@ -117,8 +120,8 @@ def freeze(
         _wait_for_copies(captured, room)
     return Frozen(
         dialect=captured.dialect,
-        headers=[s.header for s in captured.shards],
-        shards=[mine.get(i) for i in range(len(captured.shards))],
+        headers=headers,
+        shards=[mine.get(i) for i in range(len(headers))],
         payloads=payloads,
         common=common,
         paths=captured.paths,

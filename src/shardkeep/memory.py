@@ -6,6 +6,12 @@ import ctypes
 
 import torch
 
+# A ctypes array would be a new type for each size: 20 us, and kept.
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+_WRITABLE = 0x200  # PyBUF_WRITE
+
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, writable. The caller keeps the tensor alive for as long as it
@@ -16,14 +22,15 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     num_bytes = tensor.numel() * tensor.element_size()
     if not num_bytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    view: memoryview = _view(tensor.data_ptr(), num_bytes, _WRITABLE)
+    return view
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The row-major content of any tensor as uint8 on its device; a copy where its memory is not that."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory is its row-major content."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

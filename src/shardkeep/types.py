@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -53,13 +54,13 @@ class Box:
 
 def whole(shape: tuple[int, ...]) -> Box:
     """The box that is the whole tensor."""
-    return Box(offset=(0,) * len(shape), shape=tuple(shape))
+    return Box(offset=(0,) * len(shape), shape=shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
     """What other ranks need to know of a shard. `is_main`: Megatron's main replica; in the `dcp` dialect
-    every copy is one.
+    every copy is one. `tied_to`: key of this rank's first shard of the same memory and box (tied weights).
     """
 
     key: str
@@ -69,6 +70,7 @@ class ShardHeader:
     box: Box
     is_main: bool
     num_bytes: int
+    tied_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,19 +137,20 @@ class RankResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box of one local shard placed in a file: `shard` indexes `Captured.shards`, head and tail frame the
-    payload.
+    payload, `also` are other shards with the same bytes.
     """
 
     shard: int
     box: Box
     offset: int
-    head: bytes
-    tail: bytes
+    head_bytes: int
+    tail_bytes: int
     num_bytes: int
+    also: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
-        return len(self.head) + self.num_bytes + len(self.tail)
+        return self.head_bytes + self.num_bytes + self.tail_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +286,7 @@ class StepReport:
     components: dict[str, SaveReport]
 
 
+@lru_cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype without the prefix, as stored: 'bfloat16'."""
     return str(dtype).removeprefix("torch.")

@@ -102,7 +102,8 @@ def _item_problems(catalog: Catalog) -> Iterator[str]:
             )
             continue
         end, before = 0, ""
-        for item in sorted(items, key=lambda i: i.offset):
+        shared = {_bytes_of(i): i for i in items}.values()  # tied tensors are one archive
+        for item in sorted(shared, key=lambda i: i.offset):
             if item.offset + item.length > stored.size:
                 yield (
                     f"an item reaches past the end of its file (file {file!r}, key {item.key!r}): "
@@ -114,6 +115,19 @@ def _item_problems(catalog: Catalog) -> Iterator[str]:
                     f"expected an offset of at least {end}, got {item.offset}"
                 )
             end, before = max(end, item.offset + item.length), item.key
+
+
+def _bytes_of(item: Item) -> tuple[object, ...]:
+    """What two items have in common if they are the same archive."""
+    return (
+        item.kind,
+        item.dtype,
+        item.box.shape,
+        item.offset,
+        item.length,
+        item.payload_offset,
+        item.num_bytes,
+    )
 
 
 def _one_item(catalog: Catalog, item: Item) -> Iterator[str]:

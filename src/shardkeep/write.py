@@ -7,8 +7,9 @@ first error stops all threads.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,8 +18,10 @@ import xxhash
 from shardkeep import stage
 from shardkeep.config import Config
 from shardkeep.errors import Cancelled
+from shardkeep.frame import frame
 from shardkeep.freeze import Frozen
 from shardkeep.memory import host_bytes, is_direct
+from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage, Writer
 from shardkeep.types import FileLayout, Item, Piece, RankResult, Shard, ShardHeader, StoredFile, TensorShard
 
@@ -36,6 +39,7 @@ _BATCH_OF_MANY_BYTES = 4 << 20
 # Beside training each return to Python costs the training thread some 70 us, when it holds the GIL to launch
 # kernels (measured on an H200): then few threads make few calls, each of many bytes.
 _QUIET_SLOT_BYTES = 64 << 20
+_PACKED_BYTES = 128 << 10  # pieces up to this size are copied together before they are hashed and written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,13 @@ def _run(threads: Sequence[threading.Thread], stop: threading.Event) -> None:
 
 def result(files: Sequence[FileLayout], stored: dict[str, StoredFile], frozen: Frozen) -> RankResult:
     """What other ranks and the index need to know of the written files."""
-    items = [_item(file.name, piece, frozen.headers[piece.shard]) for file in files for piece in file.pieces]
+    with no_gc():
+        items = [
+            _item(file.name, piece, frozen.headers[shard])
+            for file in files
+            for piece in file.pieces
+            for shard in (piece.shard, *piece.also)
+        ]
     paths = {i.key: frozen.paths[i.key] for i in items if i.key in frozen.paths}
     return RankResult(items=items, files=stored, paths=paths)
 
@@ -134,7 +144,7 @@ def _item(file: str, piece: Piece, header: ShardHeader) -> Item:
         file=file,
         offset=piece.offset,
         length=piece.length,
-        payload_offset=piece.offset + len(piece.head),
+        payload_offset=piece.offset + piece.head_bytes,
         num_bytes=piece.num_bytes,
     )
 
@@ -166,12 +176,17 @@ class _Countdown:
 
 def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
+    packed_bytes = min(_PACKED_BYTES, job.slot_bytes)
     try:
         sink = _Sink(writer, job.config, job.batch_bytes)
         with stage.ring(job.config).pair(job.slot_bytes) as slots:
             stager = stage.Stager(slots, job.ready)
-            for piece in file.pieces:
-                _write_piece(job, piece, stager, sink)
+            for is_small, pieces in itertools.groupby(file.pieces, key=lambda p: p.length <= packed_bytes):
+                if is_small:
+                    _write_packed(job, pieces, stager, sink)
+                    continue
+                for piece in pieces:
+                    _write_piece(job, piece, stager, sink)
             sink.flush()
         reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
@@ -189,38 +204,54 @@ def payload_digests(job: Job) -> Digests:
         for file in job.files:
             for piece in file.pieces:
                 shard = job.shards[piece.shard]
-                if shard is not None and (tensor := _tensor(job, piece)) is not None:
+                _, content, _ = _contents(job, piece)
+                if shard is not None and isinstance(content, torch.Tensor):
                     hasher = xxhash.xxh3_128()
-                    for block in [host_bytes(tensor)] if is_direct(tensor) else stager.blocks(tensor):
+                    for block in [host_bytes(content)] if is_direct(content) else stager.blocks(content):
                         hasher.update(block)
                     found.append((shard.header.key, hasher.digest()))
     return found
 
 
-def _tensor(job: Job, piece: Piece) -> torch.Tensor | None:
-    """The part of a tensor that a piece is; None for an object."""
-    shard = job.shards[piece.shard]
-    if not isinstance(shard, TensorShard):
-        return None
-    box = shard.header.box
-    return shard.tensor.view(box.shape)[piece.box.slices_in(box)]
-
-
 def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:
     _check_stop(job)
-    sink.add(piece.head)
-    tensor = _tensor(job, piece)
-    if tensor is None:
-        sink.add(job.payloads[piece.shard])
+    head, content, tail = _contents(job, piece)
+    sink.add(head)
+    if isinstance(content, bytes):
+        sink.add(content)
+    elif is_direct(content):
+        for part in _parts(host_bytes(content), sink.batch_bytes):
+            _check_stop(job)
+            sink.add(part)
     else:
-        is_slot = not is_direct(tensor)
-        for block in stager.blocks(tensor) if is_slot else [host_bytes(tensor)]:
+        for block in stager.blocks(content):
+            _check_stop(job)
             for part in _parts(block, sink.batch_bytes):
-                _check_stop(job)
                 sink.add(part)
-            if is_slot:
-                sink.flush()  # the slot is refilled next
-    sink.add(piece.tail)
+            sink.flush()  # the slot is refilled next
+    sink.add(tail)
+
+
+def _write_packed(job: Job, pieces: Iterable[Piece], stager: stage.Stager, sink: _Sink) -> None:
+    """Small pieces, many at a time: what each costs in Python is then a copy, not a write and a hash."""
+    items = ((piece.length, _contents(job, piece)) for piece in pieces)
+    for block in stager.pack(items, sink.batch_bytes):
+        _check_stop(job)
+        sink.add(block)
+        sink.flush()  # the slot is refilled next
+
+
+def _contents(job: Job, piece: Piece) -> tuple[bytes, bytes | torch.Tensor, bytes]:
+    """Head, content and tail of a piece."""
+    shard = job.shards[piece.shard]
+    if not isinstance(shard, TensorShard):
+        return b"", job.payloads[piece.shard], b""
+    tensor, box = shard.tensor, shard.header.box
+    if piece.box is not box:
+        tensor = tensor.view(box.shape)[piece.box.slices_in(box)]
+    head, tail = frame(shard.header.dtype, piece.box.shape)
+    assert (len(head), len(tail)) == (piece.head_bytes, piece.tail_bytes), "a frame is not as it was laid out"
+    return head, tensor, tail
 
 
 def _check_stop(job: Job) -> None:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from shardkeep.capture import has_own, object_shard, tensor_shard, value_digest
+from shardkeep.capture import has_own, object_shard, tensor_shard, tied, value_digest
 from shardkeep.errors import InvalidState
 from shardkeep.load import Target as ReadTarget
 from shardkeep.restore import at
@@ -105,7 +105,7 @@ def capture_megatron(
     differ by rank.
     """
     apart = take_apart(state)
-    shards = _shards(apart)
+    shards = tied(_shards(apart))
     compared = before_comparing(apart.common) if before_comparing else apart.common
     digests = {str(k): value_digest(v) for k, v in compared.items()}
     return Captured(dialect="megatron", shards=shards, common=apart.common, digests=digests)
