@@ -100,6 +100,7 @@ class World:
         is_stacked = parameter < NUM_STACKED
         has_columns = size[1] > 0
         ints = np.empty((5 + 3 * 3, len(layer)), np.int64)
+        ints[5] = -1  # no tied weights
         ints[:5] = (
             np.arange(len(layer)),
             is_state,
@@ -107,7 +108,7 @@ class World:
             is_main,
             num_elements * np.where(is_state, 4, 2),
         )
-        shape, offset, box = np.split(ints[5:], 3)
+        shape, offset, box = np.split(ints[6:], 3)
         shape[:], offset[:], box[:] = 1, 0, 1
         at = np.arange(len(layer))
         for target, lead, values in (

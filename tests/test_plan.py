@@ -155,3 +155,26 @@ def test_empty_shards_of_other_ranks_are_no_conflict() -> None:
     """An uneven DTensor leaves some ranks without an element; their empty box may lie anywhere."""
     empty = header("w", Box(offset=(8, 0), shape=(0, 8)), (8, 8))
     assert assign([[rows("w", 0, 8, 8)], [empty], [empty]], "dcp") == [[0], [], []]
+
+
+@given(st.integers(1, 4), st.integers(0, 3))
+def test_what_is_tied_is_written_by_one_rank(num_ranks: int, untied_on: int) -> None:
+    """Replicas on every rank; the ranks' shares would otherwise part the two."""
+    a, b, other = rows("a", 0, 4, 4), rows("b", 0, 4, 4), rows("c", 0, 4, 4)
+    ranks = [[a, other, b if rank == untied_on else replace(b, tied_to="a")] for rank in range(num_ranks)]
+    shares = assign(ranks, "dcp")
+    assert sorted(i for share in shares for i in share) == [0, 1, 2]
+    writer = next(rank for rank, share in enumerate(shares) if 0 in share)
+    if writer != untied_on:
+        assert 2 in shares[writer]
+        if num_ranks > 1:
+            assert 1 not in shares[writer]  # the tied one weighs nothing, so the other goes elsewhere
+
+
+def test_ties_travel_and_only_the_tied_copy_on_the_writing_rank_counts() -> None:
+    """A tie to a box that this rank does not write, and one whose owner is nowhere."""
+    low, high = rows("a", 0, 4, 8), rows("a", 4, 8, 8)
+    tied = [replace(low, key="b", tied_to="a"), replace(high, key="b", tied_to="a")]
+    assert assign([[low, tied[0]], [high, tied[1]]], "dcp") == [[0, 1], [0, 1]]
+    columns = joined([[low, tied[0]], [high, tied[1]]])
+    assert [columns.header(row) for row in range(4)] == [low, tied[0], high, tied[1]]

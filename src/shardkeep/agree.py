@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from shardkeep import commit, manifest, plan
+from shardkeep import budget, commit, manifest, plan
+from shardkeep.budget import Free
 from shardkeep.catalog import Catalog
 from shardkeep.columns import pack, unpack
 from shardkeep.config import Config
@@ -40,12 +41,13 @@ _DIGEST_BYTES = 8  # of a plain value, see `capture.value_digest`
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
     """`chosen`: indices of this rank's shards that it writes. `tensors` (rank 0): what the whole checkpoint
-    holds.
+    holds. `limit`: the new memory that this rank may take for copies.
     """
 
     attempt: str
     chosen: list[int]
     tensors: dict[str, TensorInfo]
+    limit: Free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +66,13 @@ class Plan:
 
 class Mine(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says at every save: `known` are its plans for this fingerprint, `values` the digests of its
-    plain values, 8 bytes each."""
+    plain values, 8 bytes each, `free_bytes` the memory that it sees free on its `node`."""
 
     fingerprint: bytes
     known: list[bytes]
     values: bytes
+    node: str
+    free_bytes: int
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +96,7 @@ def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config
         return opened[0]
 
     try:
-        chosen, attempt = plan_together(
+        chosen, attempt, limit = plan_together(
             ranks, captured, check_cover=target.check_cover, lenient=target.lenient, begin=open_attempt
         )
         if ranks.rank != 0 and not _sees_nonce(target.storage, attempt):
@@ -101,7 +105,7 @@ def agree(ranks: Coordinator, captured: Captured, target: Target, config: Config
         if opened:
             commit.abandon(target.storage, opened[0])
         raise
-    return Agreement(attempt=attempt, chosen=chosen.chosen, tensors=chosen.tensors)
+    return Agreement(attempt=attempt, chosen=chosen.chosen, tensors=chosen.tensors, limit=limit)
 
 
 def plan_together(
@@ -111,16 +115,19 @@ def plan_together(
     check_cover: bool = True,
     lenient: bool = False,
     begin: Callable[[Plan], str] = lambda plan: "",
-) -> tuple[Plan, str]:
-    """The plan for what all ranks hold, and what `begin(plan)` said on rank 0, where it is called once the
-    plan stands. One exchange if every rank remembers the plan, two otherwise. InvalidState if shards are no
-    exact cover (with `check_cover`), or if plain values differ (unless `lenient`).
+) -> tuple[Plan, str, Free]:
+    """The plan for what all ranks hold; what `begin(plan)` said on rank 0, where it is called once the plan
+    stands; and this rank's share of its node's free memory, as all ranks saw it before any of them took some.
+    One exchange if every rank remembers the plan, two otherwise. InvalidState if shards are no exact cover
+    (with `check_cover`), or if plain values differ (unless `lenient`).
     """
-    own = fingerprint(captured)
+    own, free = fingerprint(captured), budget.free_bytes()
     mine = Mine(
         fingerprint=own,
         known=[plan_id for plan_id, p in _plans.items() if p.fingerprint == own],
         values=bytes.fromhex("".join(captured.digests.values())),
+        node=budget.node(),
+        free_bytes=free.num_bytes,
     )
     said = ranks.gather("captures", msgspec.msgpack.encode(mine))
     everyone = [msgspec.msgpack.decode(s, type=Mine) for s in said or ()]
@@ -129,17 +136,18 @@ def plan_together(
         _compare_values(plan.values, [m.values for m in everyone], lenient=lenient)
         return begin(plan)
 
-    answer: tuple[bytes, str | None] | None = None
+    answer: tuple[bytes, str | None, dict[str, int]] | None = None
     if said is not None:
         plan_id, is_known = identify(everyone, check_cover)
-        answer = plan_id, accept(_plans[plan_id]) if is_known else None
-    plan_id, begun = ranks.broadcast("attempt", answer)
+        shares = budget.share_bytes([(m.node, m.free_bytes) for m in everyone])
+        answer = plan_id, accept(_plans[plan_id]) if is_known else None, shares
+    plan_id, begun, shares = ranks.broadcast("attempt", answer)
     if begun is None:
         _plans[plan_id], begun = _make_plan(ranks, captured, own, check_cover, accept)
     _plans.move_to_end(plan_id)
     while len(_plans) > _REMEMBERED_PLANS:
         _plans.popitem(last=False)
-    return _plans[plan_id], begun
+    return _plans[plan_id], begun, replace(free, num_bytes=shares[mine.node])
 
 
 def fingerprint(captured: Captured) -> bytes:
@@ -164,7 +172,7 @@ def make_plan(layouts: Sequence[Layout], dialect: Dialect, check_cover: bool) ->
         shares = plan.assign(columns, dialect, check=check_cover, hosts=[layout.host for layout in layouts])
         tensors = plan.tensors(columns)
     num_bytes = sum(
-        int(columns.num_bytes[start:][share].sum())
+        int(np.where(columns.tied < 0, columns.num_bytes, 0)[start:][share].sum())
         for start, share in zip(columns.starts.tolist(), shares, strict=False)
     )
     same: dict[tuple[str, ...], list[str]] = {}  # most ranks name the same values

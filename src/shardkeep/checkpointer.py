@@ -191,7 +191,7 @@ def begin(
                 agreement = agree(ranks, captured, target, config)
             if mode != "sync":
                 with phases("pin"):
-                    room = make_room(captured, agreement.chosen, mode)
+                    room = make_room(captured, agreement.chosen, mode, agreement.limit)
             with phases("stage"):
                 frozen = freeze(
                     captured, agreement.chosen, ranks.rank, mode=mode, room=room, lenient=target.lenient

@@ -21,7 +21,7 @@ from shardkeep.types import Box, ShardHeader
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
-_SCALARS = 5  # rows of the packed array before shape, offset and extent: key, dtype, ndim, flags, bytes
+_SCALARS = 6  # rows of the packed array before shape, offset and extent: see `pack_ints`
 _IS_MAIN, _IS_OBJECT = 1, 2
 _LEVEL = 1  # zlib's fastest: columns shrink about tenfold at any level
 
@@ -50,6 +50,8 @@ class Columns:
     """(n,)"""
     num_bytes: Ints
     """(n,)"""
+    tied: NDArray[np.int32]
+    """(n,): the key, as an index in `keys`, whose box on the same rank is the same memory; -1 for none."""
     shape: Ints
     """(D, n): global shape."""
     offset: Ints
@@ -74,12 +76,13 @@ class Columns:
             ),
             is_main=bool(self.is_main[row]),
             num_bytes=int(self.num_bytes[row]),
+            tied_to=None if self.tied[row] < 0 else self.keys[self.tied[row]],
         )
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
     """One rank's headers on the wire. `keys` is zlib of a msgpack array of str; `ints` zlib of an int64 array
-    (5 + 3 D, n) in row-major order, see `pack_ints`."""
+    (6 + 3 D, n) in row-major order, see `pack_ints`."""
 
     num_shards: int
     num_dims: int
@@ -90,7 +93,7 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 def pack(headers: Sequence[ShardHeader]) -> bytes:
     """The headers of one rank, as small as they travel."""
-    keys = _numbered(h.key for h in headers)
+    keys = _numbered(key for h in headers for key in (h.key, h.tied_to) if key is not None)
     dtypes = _numbered(h.dtype for h in headers)
     num_dims = max((len(h.shape) for h in headers), default=0)
     ints = np.empty((_SCALARS + 3 * num_dims, len(headers)), np.int64)
@@ -99,6 +102,7 @@ def pack(headers: Sequence[ShardHeader]) -> bytes:
     ints[2] = [len(h.shape) for h in headers]
     ints[3] = [_IS_MAIN * h.is_main + _IS_OBJECT * (h.kind == "object") for h in headers]
     ints[4] = [h.num_bytes for h in headers]
+    ints[5] = [-1 if h.tied_to is None else keys[h.tied_to] for h in headers]
     zeros, ones = (0,) * num_dims, (1,) * num_dims
     if num_dims:
         shape, offset, extent = np.split(ints[_SCALARS:], 3)
@@ -110,7 +114,8 @@ def pack(headers: Sequence[ShardHeader]) -> bytes:
 
 def pack_ints(keys: list[str], dtypes: list[str], ints: Ints) -> bytes:
     """`pack` of an array whose rows are: key (index in `keys`), dtype (index in `dtypes`), ndim, flags (1:
-    main replica, 2: object), bytes, then D rows each of shape, offset and extent of the box.
+    main replica, 2: object), bytes, tied key (index in `keys`, or -1), then D rows each of shape, offset and
+    extent of the box.
     """
     packed = Packed(
         num_shards=ints.shape[1],
@@ -139,6 +144,7 @@ def unpack(ranks: Sequence[bytes]) -> Columns:
         is_main=np.empty(num_rows, np.bool_),
         is_object=np.empty(num_rows, np.bool_),
         num_bytes=np.empty(num_rows, np.int64),
+        tied=np.empty(num_rows, np.int32),
         shape=np.ones((num_dims, num_rows), np.int64),
         offset=np.zeros((num_dims, num_rows), np.int64),
         extent=np.ones((num_dims, num_rows), np.int64),
@@ -160,6 +166,7 @@ def _fill(joined: Columns, rows: slice, packed: Packed, keys: Ints, dtypes: Ints
     joined.is_main[rows] = ints[3] & _IS_MAIN
     joined.is_object[rows] = ints[3] & _IS_OBJECT
     joined.num_bytes[rows] = ints[4]
+    joined.tied[rows] = np.where(ints[5] < 0, -1, keys[ints[5]])
     if packed.num_dims:
         used = slice(0, packed.num_dims)
         joined.shape[used, rows], joined.offset[used, rows], joined.extent[used, rows] = np.split(

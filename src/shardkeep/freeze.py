@@ -16,6 +16,7 @@ import torch
 
 from shardkeep import serialize, stage
 from shardkeep.arena import Segment, arena, padded_bytes
+from shardkeep.budget import Free, in_words
 from shardkeep.hold import held_memory, memory_of
 from shardkeep.layout import first_of_tied
 from shardkeep.types import (
@@ -69,12 +70,8 @@ class Frozen:
     room: Room
 
 
-def make_room(
-    captured: Captured, chosen: Sequence[int], mode: CaptureMode, limit_bytes: int | None = None
-) -> Room:
-    """Memory for what the mode copies; new memory only up to `limit_bytes`. One warning if there is not
-    enough.
-    """
+def make_room(captured: Captured, chosen: Sequence[int], mode: CaptureMode, limit: Free) -> Room:
+    """Memory for what the mode copies; new memory only up to `limit`. One warning if there is not enough."""
     if mode == "sync":
         return Room()
     first = first_of_tied([s.header for s in captured.shards], chosen)
@@ -85,14 +82,14 @@ def make_room(
     needed = sum(padded_bytes(s.tensor) for _, s in tensors)
     if not needed:
         return Room()
-    segment = arena.take(needed, limit_bytes)
+    segment = arena.take(needed, limit.num_bytes)
     if segment is None:
-        limit = "the system refused them" if limit_bytes is None else f"its share here is {limit_bytes} bytes"
         log.warning(
-            "no memory for a copy of the state: %d bytes needed, %s; this save streams to storage, and holds"
-            " training until it has read the state",
-            needed,
-            limit,
+            "no memory for a copy of the state: it needs %s, this rank's share of what is free is %s (%s);"
+            " this save streams to storage, and holds training until it has read the state",
+            in_words(needed),
+            in_words(limit.num_bytes),
+            limit.limited_by,
         )
     return Room(
         copied=frozenset(i for i, _ in tensors) if segment else frozenset(),

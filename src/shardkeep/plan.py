@@ -33,16 +33,18 @@ def assign(
     if check:
         cover.check(columns, rows, starts, dialect)
     rows, starts = _candidates(columns, rows, starts, dialect)
+    num_bytes = np.where(columns.tied < 0, columns.num_bytes, 0)  # written with what it is tied to
     sizes = np.diff(starts)
     without_choice = rows[starts[:-1][sizes == 1]]
     load = np.bincount(
         columns.rank[without_choice],
-        weights=columns.num_bytes[without_choice],  # float64: exact below 8 PiB a rank
+        weights=num_bytes[without_choice],  # float64: exact below 8 PiB a rank
         minlength=columns.num_ranks,
     )
     chosen = np.zeros(len(columns.rank), np.bool_)
     chosen[without_choice] = True
-    chosen[_choose(columns, rows, starts, load.astype(np.int64).tolist(), hosts)] = True
+    chosen[_choose(columns, num_bytes, rows, starts, load.astype(np.int64).tolist(), hosts)] = True
+    _follow_ties(columns, rows, chosen)
     return [np.flatnonzero(chosen[a:b]) for a, b in pairwise(columns.starts.tolist())]
 
 
@@ -137,10 +139,37 @@ def _candidates(columns: Columns, rows: Ints, starts: Ints, dialect: Dialect) ->
     return rows, np.append(np.flatnonzero(np.diff(group, prepend=-1)), len(rows))
 
 
-def _choose(columns: Columns, rows: Ints, starts: Ints, load: list[int], hosts: Sequence[str]) -> Ints:
+def _follow_ties(columns: Columns, rows: Ints, chosen: NDArray[np.bool_]) -> None:
+    """Let the rank that writes a box write what is tied to it there as well, so that the bytes are stored
+    once. A box whose copy on that rank is not tied stays where it is. `rows`: (n,) those that may be written.
+    """
+    tied = rows[columns.tied[rows] >= 0]
+    if not len(tied):
+        return
+    owners = np.flatnonzero(chosen & np.isin(columns.key, columns.tied[tied]))
+    writer = {(int(columns.key[r]), *_box(columns, r)): int(columns.rank[r]) for r in owners.tolist()}
+    held: dict[tuple[int, ...], list[int]] = {}
+    for row in rows[np.isin(columns.key[rows], columns.key[tied])].tolist():
+        held.setdefault((int(columns.key[row]), *_box(columns, row)), []).append(row)
+    for copies in held.values():
+        for row in copies:
+            of = int(columns.tied[row])
+            if of >= 0 and columns.rank[row] == writer.get((of, *_box(columns, row))):
+                chosen[copies] = False
+                chosen[row] = True
+
+
+def _box(columns: Columns, row: int) -> list[int]:
+    return [*columns.offset[:, row].tolist(), *columns.extent[:, row].tolist()]
+
+
+def _choose(
+    columns: Columns, bytes_of: Ints, rows: Ints, starts: Ints, load: list[int], hosts: Sequence[str]
+) -> Ints:
     """One row of each group that has several. Groups that the same ranks hold are dealt out together, largest
     first, each to the rank with the least bytes so far. Sets of few ranks come first: what many ranks hold
-    then evens out what the others could not. `load`: bytes that each rank writes in any case; updated.
+    then evens out what the others could not. `bytes_of`: (n,) what a row weighs; `load`: bytes that each rank
+    writes in any case, updated.
     """
     several = np.flatnonzero(np.diff(starts) > 1)
     if not len(several):
@@ -148,8 +177,8 @@ def _choose(columns: Columns, rows: Ints, starts: Ints, load: list[int], hosts: 
     rows, starts = _gathered(rows, starts[several], np.diff(starts)[several])
     first = rows[starts[:-1]]
     sets = _same_ranks(columns.rank[rows], starts)
-    order = np.lexsort((first, -columns.num_bytes[first], sets))
-    num_bytes, begins = columns.num_bytes[first[order]].tolist(), starts[order]
+    order = np.lexsort((first, -bytes_of[first], sets))
+    num_bytes, begins = bytes_of[first[order]].tolist(), starts[order]
     position = np.empty(len(order), np.int64)
     host_load = _Hosts(hosts, load)
     edges = [*np.flatnonzero(np.diff(sets[order], prepend=-1)).tolist(), len(order)]
