@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardkeep import agree as agreeing
 from shardkeep import manifest as names
-from shardkeep.agree import Agreement, agree, fingerprint
+from shardkeep.agree import Agreement, agree, fingerprint, plan_together
 from shardkeep.alone import Alone
 from shardkeep.capture import capture
 from shardkeep.config import Config
@@ -104,6 +104,57 @@ def forget_on_one_rank(directory: str) -> list[list[str]]:
 def test_a_plan_that_one_rank_has_forgotten_is_made_anew(ranks: ClusterPool, tmp_path: Path) -> None:
     for got in ranks.run(2, forget_on_one_rank, str(tmp_path)):
         assert got[1] == ["captures", "attempt", "headers", "shares"]
+
+
+def plan_ahead(directory: str) -> tuple[list[str], list[str], bool]:
+    """What travels for a plan, and for the save after it; whether the plan had touched the directory."""
+    agreeing._plans.clear()
+    with session("prepare", 20.0, SaveFailed) as ranks:
+        recorder = Recorder(ranks)
+        plan, begun = plan_together(recorder, capture(state_of()))
+    touched = Path(directory).exists()
+    dist.barrier()
+    agreement, travelled, _ = agreed(state_of(), directory)
+    assert begun == "" and agreement is not None and agreement.chosen == plan.chosen
+    return recorder.names, travelled, touched
+
+
+def test_a_plan_can_be_made_ahead_without_an_attempt(ranks: ClusterPool, tmp_path: Path) -> None:
+    for ahead, later, touched in ranks.run(2, plan_ahead, str(tmp_path / "new")):
+        assert ahead == ["captures", "attempt", "headers", "shares"]
+        assert later == ["captures", "attempt"]
+        assert not touched
+
+
+def values_of_one_rank(directory: str) -> list[list[str]]:
+    """A value that one rank alone holds, and that changes from save to save, costs no further exchange."""
+    got = []
+    for step in range(3):
+        state = state_of(**{f"rng{dist.get_rank()}": step}) | {"step": step}
+        agreement, travelled, error = agreed(state, directory)
+        assert agreement is not None, error
+        got.append(travelled)
+    return got
+
+
+def test_values_that_change_need_no_new_plan(ranks: ClusterPool, tmp_path: Path) -> None:
+    for got in ranks.run(3, values_of_one_rank, str(tmp_path)):
+        assert got[1:] == [["captures", "attempt"]] * 2
+
+
+def values_that_differ_later(directory: str) -> list[str]:
+    got = []
+    for step in range(2):
+        state = state_of((3, 3), **{f"rng{dist.get_rank()}": step, "lr": step * dist.get_rank()})
+        _, _, error = agreed(state, directory)
+        got.append(str(error))
+    return got
+
+
+def test_values_are_compared_under_a_plan_that_is_remembered_too(ranks: ClusterPool, tmp_path: Path) -> None:
+    for first, second in ranks.run(2, values_that_differ_later, str(tmp_path)):
+        assert first == "None"
+        assert "ranks 0 and 1 hold different values of 'lr'" in second
 
 
 def test_a_plan_made_without_checks_is_not_used_where_checks_are_asked_for(tmp_path: Path) -> None:

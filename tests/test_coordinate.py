@@ -49,6 +49,21 @@ def test_values_arrive_as_they_were_sent(ranks: ClusterPool, world_size: int) ->
     assert [g["mine"] for g in got] == [[r, r * r] for r in range(world_size)]
 
 
+def exchange_in_parts() -> dict[str, Any]:
+    """With so few keys a call that four ranks need several."""
+    coordinate._AT_ONCE = 3
+    try:
+        return exchange()
+    finally:
+        coordinate._AT_ONCE = 256
+
+
+def test_what_many_ranks_say_is_fetched_in_parts(ranks: ClusterPool) -> None:
+    got = ranks.run(4, exchange_in_parts)
+    assert [value["rank"] for value in got[0]["gathered"]] == [0, 1, 2, 3]
+    assert [g["mine"] for g in got] == [[r, r * r] for r in range(4)]
+
+
 def test_without_a_process_group_a_process_is_alone() -> None:
     assert exchange()["gathered"] == [{"rank": 0, "pair": [1, "x"], "bytes": b"\0\1"}]
     with pytest.raises(SaveFailed, match=r"^ValueError: boom$") as caught, session("save", 1.0, SaveFailed):

@@ -25,7 +25,19 @@ import torch.distributed as dist
 
 from shardkeep.alone import Alone
 from shardkeep.errors import DeadlineExceeded, InvalidState, ShardkeepError, from_wire, to_wire
-from shardkeep.rendezvous import ANSWER_S, GRACE_S, Caller, connect, end, linger, me, own_addresses, route_to
+from shardkeep.rendezvous import (
+    ANSWER_S,
+    GRACE_S,
+    Caller,
+    connect,
+    delete,
+    end,
+    linger,
+    me,
+    own_addresses,
+    peek,
+    route_to,
+)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -255,7 +267,7 @@ class _Session:
         purpose, error = self._key("purpose"), self._key("error")
 
         def call(store: Any) -> tuple[bytes | None, bytes | None]:
-            if found := _peek(store, error):
+            if found := peek(store, error):
                 return found, None
             return None, store.compare_set(purpose, "", self._purpose) if declare else None
 
@@ -282,7 +294,7 @@ class _Session:
         if self.rank != 0:
             return None
         keys = [self._key(f"{name}/{rank}") for rank in range(self.world_size)]
-        return [msgspec.msgpack.decode(v) for v in self._await(keys, name, self._deadline_s, keys)]
+        return [msgspec.msgpack.decode(v) for v in self._await(keys, name, self._deadline_s)]
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         key = self._key(name)
@@ -302,7 +314,6 @@ class _Session:
 
     def settle(self, name: str) -> None:
         """The last to come lets all go on: nobody has to wait until rank 0 looks."""
-        keys = [self._key(f"{name}/{rank}", remember=False) for rank in range(self.world_size)]
         mine, num, settled = (
             self._key(f"{name}/{self.rank}"),
             self._key(f"{name}-num"),
@@ -320,7 +331,7 @@ class _Session:
         if self._hand_in(name, call):
             return
         if self.rank == 0:
-            self._await([settled], name, self._deadline_s, keys)
+            self._await([settled], name, self._deadline_s)
         else:
             self._receive(settled, name)
 
@@ -332,7 +343,7 @@ class _Session:
         error = self._key("error", remember=False)
 
         def checked(store: Any) -> tuple[bytes | None, T | None]:
-            found = _peek(store, error)
+            found = peek(store, error)
             return (found, None) if found else (None, call(store))
 
         found, result = self._call(checked)
@@ -341,7 +352,7 @@ class _Session:
 
     def check(self) -> None:
         error = self._key("error", remember=False)
-        self._raise_shared(self._call(lambda store: _peek(store, error)))
+        self._raise_shared(self._call(lambda store: peek(store, error)))
 
     def who(self, rank: int) -> str:
         return self._meeting.who(rank)
@@ -358,11 +369,11 @@ class _Session:
         patience_s = self._deadline_s + min(GRACE_S, self._deadline_s / 4)
         zero = self._key(f"{self._gathered}/0", remember=False)
         try:
-            found = self._await([key], name, patience_s, [zero])
+            found = self._await([key], name, patience_s)
         except DeadlineExceeded:
             if not self._call(lambda store: store.check([zero])):
                 raise
-            found = self._await([key], name, patience_s, [zero])
+            found = self._await([key], name, patience_s)
         return msgspec.msgpack.decode(found[0])
 
     def fail(self, error: BaseException) -> ShardkeepError:
@@ -392,7 +403,7 @@ class _Session:
                 keys = list(dict.fromkeys(self._all_ranks_keys()))
                 for start in range(0, len(keys), _AT_ONCE):
                     some = keys[start : start + _AT_ONCE]
-                    self._call(functools.partial(_delete, some))
+                    self._call(functools.partial(delete, some))
         except DeadlineExceeded as e:  # the keys are gone with it; what the session was for is done
             log.debug("%s", e)
 
@@ -417,21 +428,19 @@ class _Session:
         if found:
             raise RemoteError(from_wire(msgspec.json.decode(found)["error"]))
 
-    def _await(self, keys: list[str], name: str, timeout_s: float, members: list[str]) -> list[bytes]:
-        """The values of all keys, once they are set. Raises if somebody failed, or when the time is up: then
-        it names the ranks whose key in `members` is missing.
-        """
+    def _await(self, keys: list[str], name: str, timeout_s: float) -> list[bytes]:
+        """The values of all keys, once they are set. Raises if somebody failed, or when the time is up."""
         end = time.monotonic() + timeout_s
         values: list[bytes] = []
         while len(values) < len(keys):
-            values += self._await_some(keys[len(values) :][:_AT_ONCE], name, end, members)
+            values += self._await_some(keys[len(values) :][:_AT_ONCE], name, end)
         return values
 
-    def _await_some(self, keys: list[str], name: str, end: float, members: list[str]) -> list[bytes]:
+    def _await_some(self, keys: list[str], name: str, end: float) -> list[bytes]:
         error = self._key("error", remember=False)
 
         def look(store: Any) -> tuple[list[bytes] | None, bytes | None]:
-            return (store.multi_get(keys), None) if store.check(keys) else (None, _peek(store, error))
+            return (store.multi_get(keys), None) if store.check(keys) else (None, peek(store, error))
 
         pause, longest = _POLL_S[0], _POLL_S[1] * max(1, self.world_size / _PATIENT_RANKS)
         while True:
@@ -440,15 +449,21 @@ class _Session:
                 return values
             self._raise_shared(failed)
             if time.monotonic() > end:
-                self._raise_missing(name, members)
+                self._raise_missing(name)
             time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
-    def _raise_missing(self, name: str, members: list[str]) -> NoReturn:
-        missing = self._call(lambda store: [k for k in members if not store.check([k])])
-        self._missing = [int(k.rpartition("/")[2]) for k in missing] if self.rank == 0 else [0]
+    def _raise_missing(self, name: str) -> NoReturn:
+        """Rank 0 misses those who have not handed in their part, the others miss rank 0."""
+        if self.rank == 0:
+            keys = [self._key(f"{name}/{rank}", remember=False) for rank in range(self.world_size)]
+            present = self._call(lambda store: [store.check([key]) for key in keys])
+            self._missing = [rank for rank, there in enumerate(present) if not there]
+        else:
+            self._missing = [0]
+        who = self._who(self._missing) or "a rank that came at the last moment"
         raise DeadlineExceeded(
-            f"no answer for '{name}' within {self._deadline_s:g} s from {self._who(self._missing)}",
+            f"no answer for '{name}' within {self._deadline_s:g} s from {who}",
             purpose=self._purpose,
             remedy="Look at their logs; Config.deadline_s helps if they are slow, not stuck.",
         )
@@ -456,15 +471,6 @@ class _Session:
     def _who(self, ranks: list[int]) -> str:
         named = [self._meeting.who(r) for r in ranks[:8]]
         return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _delete(keys: list[str], store: Any) -> None:
-    for key in keys:
-        store.delete_key(key)
-
-
-def _peek(store: Any, key: str) -> bytes | None:
-    return store.get(key) if store.check([key]) else None
 
 
 _current: _Meeting | None = None

@@ -73,6 +73,17 @@ def me() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
+def delete(keys: list[str], store: Any) -> None:
+    """Remove keys."""
+    for key in keys:
+        store.delete_key(key)
+
+
+def peek(store: Any, key: str) -> bytes | None:
+    """A value if it is there; never waits."""
+    return bytes(store.get(key)) if store.check([key]) else None
+
+
 def end(call: Caller, store: Any, is_host: bool, finished: list[str]) -> None:
     """A meeting goes, with its process group: end its thread, and on rank 0 its store, though not at once."""
     call.close()
