@@ -15,6 +15,7 @@ import shardkeep as sk
 SIGNATURES = {
     "save": "(state, path, *, overwrite=False, config=None)",
     "save_async": "(state, path, *, capture='snapshot', overwrite=False, config=None)",
+    "prepare": "(state, config=None, *, capture='snapshot')",
     "register_optimizer": "(optimizer)",
     "load": "(state, path, *, strict=True, config=None)",
     "is_committed": "(path)",
@@ -95,7 +96,15 @@ def test_reports_are_frozen_and_have_their_fields(name: str) -> None:
 def test_the_public_names() -> None:
     assert set(sk.__all__) == {
         *("save", "save_async", "load", "is_committed", "verify", "inspect", "Run", "Config", "SaveHandle"),
-        *("register_optimizer", "Checkpoint", "SaveReport", "LoadReport", "VerifyReport", "StepReport"),
+        *(
+            "prepare",
+            "register_optimizer",
+            "Checkpoint",
+            "SaveReport",
+            "LoadReport",
+            "VerifyReport",
+            "StepReport",
+        ),
         *("errors", "megatron", "ray", "__version__"),
     }
     for name in set(sk.__all__) - {"megatron", "ray"}:

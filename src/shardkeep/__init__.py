@@ -20,7 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardkeep import errors
-from shardkeep.checkpointer import is_committed, load, save, save_async
+from shardkeep.checkpointer import is_committed, load, prepare, save, save_async
 from shardkeep.config import Config
 from shardkeep.handle import SaveHandle
 from shardkeep.hold import register_optimizer
@@ -48,6 +48,7 @@ __all__ = [
     "is_committed",
     "load",
     "megatron",
+    "prepare",
     "ray",
     "register_optimizer",
     "save",

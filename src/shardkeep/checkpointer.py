@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shardkeep import commit, layout, write
-from shardkeep.agree import Agreement, agree
+from shardkeep import commit, layout, stage, write
+from shardkeep.agree import Agreement, agree, plan_together
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
 from shardkeep.config import Config, beside_training, resolve
@@ -75,6 +75,22 @@ def save_async(
     return save_to_async(
         state, Target(storage=storage_for(path), overwrite=overwrite), config, mode=background_mode(capture)
     )
+
+
+def prepare(state: Mapping[str, Any], config: Config | None = None, *, capture: str = "snapshot") -> None:
+    """Do ahead of the first save what only a first save has to: plan, and allocate and pin its memory (for a
+    GPU's state some 0.7 s a GiB). Collective; nothing is written, and `state` is only looked at.
+    """
+    config, mode = resolve(config), background_mode(capture)
+    phases = Phases("prepare", "")
+    with session("prepare", config.deadline_s, SaveFailed) as ranks:
+        with phases("plan"), no_gc():
+            captured = take_apart(state)
+            planned, _, limit = plan_together(ranks, captured, lenient=True)
+        with phases("pin"):
+            make_room(captured, planned.chosen, mode, limit).release()
+            stage.ring(config).reserve(write.slot_bytes(beside_training(config), quiet=True))
+        ranks.settle("prepared")
 
 
 def save_to(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveReport:

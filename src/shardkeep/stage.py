@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +73,12 @@ class Ring:
             with self._changed:
                 self._idle.append(slots)
                 self._changed.notify_all()
+
+    def reserve(self, slot_bytes: int) -> None:
+        """Allocate all pairs of a size that there is room for, ahead of their use."""
+        with ExitStack() as held:
+            for _ in range(self._total_bytes // (2 * slot_bytes)):
+                held.enter_context(self.pair(slot_bytes))
 
     def _take(self, slot_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self._changed:

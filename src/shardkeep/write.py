@@ -59,14 +59,19 @@ class Job:
 
     @property
     def slot_bytes(self) -> int:
-        share = self.config.staging_bytes // (2 * self.config.num_threads)
-        return min(_QUIET_SLOT_BYTES, share) if self.quiet else self.config.slot_bytes
+        return slot_bytes(self.config, quiet=self.quiet)
 
     @property
     def batch_bytes(self) -> int:
         if self.quiet:
             return self.slot_bytes
         return _BATCH_BYTES if self.config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
+
+
+def slot_bytes(config: Config, *, quiet: bool) -> int:
+    """Size of a slot of the ring for such a job."""
+    share = config.staging_bytes // (2 * config.num_threads)
+    return min(_QUIET_SLOT_BYTES, share) if quiet else config.slot_bytes
 
 
 class Stopped(Exception):
