@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from shardkeep.bench import beside, contestant, machine, memory, ours, rows
+from shardkeep.bench import beside, contestant, machine, memory, ours, planning, rows
 from shardkeep.bench.config import BenchOptions
 from shardkeep.bench.contestant import Contestant, Field, Samples, WrongBytes, measure, over_ranks, ratio
 from shardkeep.cli import WRONG_USE, run
@@ -231,3 +231,11 @@ def test_lazy_rows_are_absent_without_lazy_capture(tmp_path: Path) -> None:
     names = [each.name for each in ours.contestants({}, {}, sk.Config())]
     assert names == [ours.SYNC, ours.SNAPSHOT]
     assert contestant.by_name([]) == {}
+
+
+def test_planning_is_measured_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "NUM_RANKS", 2)
+    (row,) = planning.run(BenchOptions(path=tmp_path))
+    assert row.reached is not None
+    assert 0 < row.reached < 60_000
+    assert all(phase in row.note for phase in ("capture", "plan", "stage", "write", "commit"))
