@@ -126,6 +126,7 @@ def test_settings_are_keywords_with_their_defaults() -> None:
         "split_bytes": 64 << 20,
         "checksum": "xxh3_128",
         "deadline_s": 600.0,
+        "vanilla_metadata": True,
         "read_once": "auto",
         "check_capture": False,
         "durable": True,
