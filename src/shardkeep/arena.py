@@ -29,6 +29,8 @@ class Segment:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
+        if tensor.is_conj() or tensor.is_neg():  # on the device: see `memory.as_bytes`
+            tensor = tensor.resolve_conj().resolve_neg()
         num_bytes = tensor.numel() * tensor.element_size()
         start = self.used_bytes
         self.used_bytes += padded_bytes(tensor)

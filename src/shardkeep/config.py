@@ -89,7 +89,7 @@ def beside_training(config: Config) -> Config:
     """The configuration of a save that runs in the background: it should cost the training thread little
     rather than end soon. Threads that were asked for stay.
     """
-    chunk_bytes = max(config.chunk_bytes, 8 * MIB)
+    chunk_bytes = max(config.chunk_bytes, 32 * MIB)
     return replace(
         config, io_threads=config.io_threads or min(2, config.num_threads), chunk_bytes=chunk_bytes
     )

@@ -27,8 +27,13 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The row-major content of any tensor as uint8 on its device; a copy where its memory is not that."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    """The row-major content of any tensor as uint8 on its device; a copy where its memory is not that.
+
+    Conjugation and sign are resolved here, on the device: an asynchronous copy to the host does that on the
+    host at once, before the bytes have come (torch 2.11), and what then arrives is stored unconjugated."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:

@@ -129,19 +129,46 @@ class Stager:
 
     def __init__(self, slots: tuple[torch.Tensor, torch.Tensor], ready: torch.cuda.Event | None) -> None:
         self._slots = slots
+        self._views = [host_bytes(slot) for slot in slots]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: dict[torch.device, list[torch.cuda.Event]] = {}
         self._ready = ready
 
     def blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in row-major order. Each block is valid until the next one is asked for."""
-        filled: tuple[memoryview, torch.cuda.Event | None] | None = None
-        for number, part in enumerate(cut(tensor, self._slots[0].numel())):
-            following = self._fill(self._slots[number % 2], part)
+        if tensor.is_cuda:
+            with torch.cuda.stream(self._side_stream(tensor.device)):
+                yield from self._device_blocks(tensor)
+            return
+        slot, view = self._slots[0], self._views[0]
+        for part in cut(tensor, slot.numel()):
+            num_bytes = part.numel() * part.element_size()
+            slot[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
+            yield view[:num_bytes]
+
+    def _device_blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """Few calls of torch: each gives the GIL away, and takes it back from a training thread."""
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        filled: tuple[memoryview, torch.cuda.Event] | None = None
+        parts = cut(as_bytes(tensor) if is_plain else tensor, self._slots[0].numel())
+        for number, part in enumerate(parts):
+            which = number % 2
+            slot, view, copied = self._slots[which], self._views[which], self._both(part)[which]
+            source = part if is_plain else as_bytes(part)
+            num_bytes = source.numel()
+            (slot if num_bytes == len(view) else slot[:num_bytes]).copy_(source, non_blocking=True)
+            copied.record()
             if filled:
                 yield _settled(*filled)
-            filled = following
+            filled = view[:num_bytes], copied
         if filled:
             yield _settled(*filled)
+
+    def _both(self, tensor: torch.Tensor) -> list[torch.cuda.Event]:
+        """The events of both slots on a tensor's device, used again and again."""
+        if tensor.device not in self._events:
+            self._events[tensor.device] = [torch.cuda.Event(blocking=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        return self._events[tensor.device]
 
     def pack(self, items: Iterable[tuple[int, Item]], block_bytes: int) -> Iterator[memoryview]:
         """Small items (with their sizes in bytes) back to back, many in a slot, so that 50,000 tensors are
@@ -181,18 +208,6 @@ class Stager:
                 copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 copied.record()
         return block.view[: block.used_bytes], copied
-
-    def _fill(self, slot: torch.Tensor, part: torch.Tensor) -> tuple[memoryview, torch.cuda.Event | None]:
-        num_bytes = part.numel() * part.element_size()
-        target = slot[:num_bytes].view(part.dtype).view(part.shape)
-        if part.device.type != "cuda":
-            target.copy_(part)
-            return host_bytes(slot[:num_bytes]), None
-        with torch.cuda.stream(self._side_stream(part.device)):
-            target.copy_(part, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            copied.record()
-        return host_bytes(slot[:num_bytes]), copied
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -3,8 +3,9 @@
 Two loops: one that the GPU's arithmetic limits (large bf16 matrix products, forward and backward), one that
 the launching thread limits (thousands of tiny kernels), which any other Python thread disturbs. A step here
 is forward and backward: that is what runs while the state streams; the optimizer's step ends the streaming by
-waiting for it. Each round times the loop alone, beside a save, and alone again; the mean counts, so that a
-few long steps are not lost. What was saved is then compared with the state from before the optimizer stepped.
+waiting for it. Each round times the loop alone, beside a save, and alone again, each for about as long and
+without a pause, since a GPU that has rested runs faster for a while; the mean counts, so that a few long
+steps are not lost. What was saved is then compared with the state from before the optimizer stepped.
 The number of threads is shardkeep's own choice here: fewer than a synchronous save takes.
 """
 
@@ -29,8 +30,8 @@ from shardkeep.bench.machine import synchronize
 from shardkeep.bench.rows import Row
 from shardkeep.bench.speed import make_state
 
-_ALONE_S = 0.7
-_WARM_STEPS = 5
+_WARM_S = 1.0
+_ALONE_S = {"cuda": 2.0, "cpu": 0.7}
 Step = Callable[[], object]
 
 
@@ -98,18 +99,16 @@ class Saved:
     def beside(self, step: Step, num_rounds: int) -> Beside:
         """Rounds of one loop; the first save, which allocates, is not among them."""
         found = Beside()
-        for _ in range(_WARM_STEPS):
-            self._timed(step)
         for number in range(num_rounds + 1):
             with tempfile.TemporaryDirectory(dir=self._options.path, prefix="shardkeep-bench-") as scratch:
                 self._round(step, Path(scratch) / "checkpoint", Beside() if number == 0 else found)
         return found
 
     def _round(self, step: Step, path: Path, found: Beside) -> None:
-        alone = self._alone(step)
         changing = next(iter(self._parameters.values()))
         before = changing.detach().clone()
-        synchronize(self._options.device)
+        self._for(_WARM_S, step)
+        alone = self._for(_ALONE_S[self._options.device], step)
         start = time.perf_counter()
         handle = sk.save_async(self._parameters, path, capture="lazy")
         found.stall_ms.append((time.perf_counter() - start) * 1e3)
@@ -117,16 +116,16 @@ class Saved:
         found.streamed_s.append(time.perf_counter() - start)
         found.optimizer_wait_ms.append(self._optimizer_step(changing) * 1e3)
         handle.wait()
-        alone += self._alone(step)
+        alone += self._for(_ALONE_S[self._options.device], step)
         found.num_steps.append(len(beside))
         if beside:
             found.slowdown_percent.append((statistics.mean(beside) / statistics.mean(alone) - 1) * 100)
         self._check(path, changing, before)
         shutil.rmtree(path)
 
-    def _alone(self, step: Step) -> list[float]:
+    def _for(self, duration_s: float, step: Step) -> list[float]:
         seconds: list[float] = []
-        while sum(seconds) < _ALONE_S:
+        while sum(seconds) < duration_s:
             seconds.append(self._timed(step))
         return seconds
 

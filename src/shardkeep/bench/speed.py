@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,16 @@ class Measured:
     samples: list[Samples]
 
 
-def run(options: BenchOptions) -> Measured:
-    """Measure in this process, or start rank processes that do."""
+def run(options: BenchOptions, only: tuple[str, ...] = ()) -> Measured:
+    """Measure in this process, or start rank processes that do. `only`: names of contestants; then of loads
+    shardkeep's alone runs.
+    """
     if options.ranks == 1:
         with process_group(options.path):
-            return on_rank(options)
+            return on_rank(options, only)
     from shardkeep.testing.cluster import run_ranks
 
-    found: list[Measured] = run_ranks(options.ranks, on_rank, options, timeout_s=_TIMEOUT_S)
+    found: list[Measured] = run_ranks(options.ranks, on_rank, options, only, timeout_s=_TIMEOUT_S)
     return Measured(
         num_bytes=sum(each.num_bytes for each in found),
         num_tensors=sum(each.num_tensors for each in found),
@@ -62,7 +64,7 @@ def process_group(path: Path) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def on_rank(options: BenchOptions) -> Measured:
+def on_rank(options: BenchOptions, only: tuple[str, ...]) -> Measured:
     """This rank's part of the section. Collective over the default group."""
     warnings.filterwarnings("ignore")  # the peers'
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -82,7 +84,11 @@ def on_rank(options: BenchOptions) -> Measured:
             agree=_first_failure,
         )
         host = bare.Host(state, target)
-        samples = measure(_contestants(options, field, host, config), field, options.rounds)
+        contestants = _contestants(options, field, host, config)
+        if only:
+            chosen = [each for each in contestants if each.name in only]
+            contestants = [each if each.name == ours.SYNC else replace(each, load=None) for each in chosen]
+        samples = measure(contestants, field, options.rounds)
         host.close()
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     return Measured(
