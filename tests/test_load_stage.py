@@ -282,7 +282,7 @@ def test_fifty_thousand_small_tensors_take_seconds(tmp_path: Path) -> None:
     targets = [Target(key="w", box=Box(offset=(n * 64,), shape=(64,)), tensor=got[n]) for n in range(50_000)]
     storage, catalog = opened(tmp_path)
     began = time.process_time()
-    read_tensors(storage, catalog, targets, Config(io_threads=2))
+    read_tensors(storage, catalog, targets, Config(io_threads=2, staging_bytes=1 << 20))
     assert time.process_time() - began < 15
     assert bits(got) == bits(flat)
 

@@ -122,13 +122,15 @@ def test_checksums_are_those_of_the_bytes_on_disk(tmp_path: Path, chunk_bytes: i
 
 def test_a_file_that_ends_with_a_chunk_has_no_empty_one(tmp_path: Path) -> None:
     size = sum(f.size for f in write_state({"w": torch.rand(64)}, LocalStorage(tmp_path / "a"))[1].values())
-    config = Config(io_threads=1, chunk_bytes=size)
+    config = Config(io_threads=1, chunk_bytes=size, staging_bytes=1 << 18)
     (file,) = write_state({"w": torch.rand(64)}, LocalStorage(tmp_path / "b"), config)[1].values()
     assert (file.size, len(file.checksums)) == (size, 16)
 
 
 def test_checksums_can_be_left_out(tmp_path: Path) -> None:
-    _, stored = write_state(state(1 << 15), LocalStorage(tmp_path), Config(checksum="none"))
+    _, stored = write_state(
+        state(1 << 15), LocalStorage(tmp_path), Config(checksum="none", staging_bytes=1 << 20)
+    )
     assert [f.checksums for f in stored.values()] == [b""]
 
 
@@ -365,7 +367,9 @@ def test_one_failing_file_stops_the_others(tmp_path: Path, monkeypatch: pytest.M
     faults = Faults(at=0, strike=fail_with(errno.EIO), kinds=frozenset({"append"}))
     with pytest.raises(OSError, match="Input/output error"):
         write_state(
-            state(), FaultyStorage(LocalStorage(tmp_path), faults), Config(io_threads=3, chunk_bytes=4096)
+            state(),
+            FaultyStorage(LocalStorage(tmp_path), faults),
+            Config(io_threads=3, chunk_bytes=4096, staging_bytes=1 << 18),
         )
     assert len(faults.operations) < 500  # of 3,000
 
