@@ -99,7 +99,7 @@ class World:
         num_elements = np.where(size[1] > 0, extent[0] * extent[1], extent[0])
         is_stacked = parameter < NUM_STACKED
         has_columns = size[1] > 0
-        ints = np.empty((5 + 3 * 3, len(layer)), np.int64)
+        ints = np.empty((6 + 3 * 3, len(layer)), np.int64)
         ints[5] = -1  # no tied weights
         ints[:5] = (
             np.arange(len(layer)),

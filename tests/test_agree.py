@@ -111,7 +111,7 @@ def plan_ahead(directory: str) -> tuple[list[str], list[str], bool]:
     agreeing._plans.clear()
     with session("prepare", 20.0, SaveFailed) as ranks:
         recorder = Recorder(ranks)
-        plan, begun = plan_together(recorder, capture(state_of()))
+        plan, begun, _ = plan_together(recorder, capture(state_of()))
     touched = Path(directory).exists()
     dist.barrier()
     agreement, travelled, _ = agreed(state_of(), directory)

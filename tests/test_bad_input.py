@@ -148,7 +148,7 @@ def test_a_committed_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_way_to_capture_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="capture must be 'snapshot', got 'magic'"):
+    with pytest.raises(ValueError, match="'snapshot' or 'lazy', got 'magic'"):
         sk.save_async(state(), tmp_path / "a", capture="magic")
 
 

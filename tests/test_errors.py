@@ -23,6 +23,7 @@ TREE = {
     errors.Mismatch: (errors.InputError, ValueError),
     errors.NoSpace: (errors.InputError, OSError),
     errors.SaveFailed: (ShardkeepError, RuntimeError),
+    errors.StateChanged: (errors.SaveFailed, RuntimeError),
     errors.LoadFailed: (ShardkeepError, RuntimeError),
     errors.DeadlineExceeded: (ShardkeepError, TimeoutError),
     errors.Corrupt: (ShardkeepError, ValueError),
