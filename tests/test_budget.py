@@ -242,6 +242,38 @@ def test_an_object_store_on_disk_takes_no_memory(tree: Tree) -> None:
 # -- nodes and shares
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("proc/self/cgroup", "no colons\n"),
+        ("proc/self/cgroup", "\xff\xfe\n"),
+        ("proc/self/mountinfo", "neither\n\n"),
+        ("sys/fs/cgroup/job/memory.stat", "alone\n\ninactive_file much\n"),
+        ("sys/fs/cgroup/job/memory.current", "much\n"),
+        ("proc/self/statm", ""),
+    ],
+)
+def test_a_file_that_says_nothing_fails_no_save(tree: Tree, name: str, text: str) -> None:
+    tree.v2("/job")
+    tree.v2_level("job", current=2.5, max=8)
+    tree.put(
+        "proc/self/limits", "Max address space         1099511627776        unlimited            bytes\n"
+    )
+    (tree.root / name).write_text(text, encoding="latin-1")
+    assert tree.free()[0] in (
+        48.0,
+        8.0,
+        6.5,
+        5.5,
+    )  # the machine's, or what the limit leaves as far as is known
+    assert budget.node(tree.root).startswith("0d3c")
+
+
+def test_without_proc_the_c_library_s_numbers_count(tmp_path: Path) -> None:
+    free = budget.free_bytes(tmp_path)
+    assert 0 < free.num_bytes < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_processes_under_one_limit_are_of_one_node(tree: Tree) -> None:
     """Slurm gives each task a cgroup; the limit is the job's."""
     for task in range(2):

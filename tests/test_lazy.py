@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_cases as cases
 import shardkeep as sk
+from quantised import Quantised
 from shardkeep import checkpointer, hold
 from shardkeep.errors import Cancelled, SaveFailed, StateChanged
 from shardkeep.handle import SaveHandle, background
@@ -211,7 +212,9 @@ def test_a_save_that_fails_lets_training_go_on(job: Job, gated: Gated) -> None:
     handle.forget()
 
 
-def test_a_cancelled_save_that_has_not_begun_lets_training_go_on(job: Job, gated: Gated, tmp_path: Path) -> None:
+def test_a_cancelled_save_that_has_not_begun_lets_training_go_on(
+    job: Job, gated: Gated, tmp_path: Path
+) -> None:
     first = begin(job.state(), gated)
     second = begin(job.state(), LocalStorage(tmp_path / "b"))
     second.cancel()
@@ -378,6 +381,21 @@ def test_only_modes_that_exist_are_taken(tmp_path: Path) -> None:
             sk.save_async({"w": torch.zeros(1)}, tmp_path, capture=capture)
     with pytest.raises(TypeError, match="neither a torch nor a Megatron optimizer: dict"):
         sk.register_optimizer({})
+
+
+def test_parameters_without_memory_of_their_own_are_no_hindrance(tmp_path: Path) -> None:
+    """Wrappers as those of FP8 training, released storages, and what is not initialised yet."""
+    weight, released = torch.nn.Parameter(torch.rand(4)), torch.nn.Parameter(torch.rand(5))
+    wrapped = torch.nn.Parameter(Quantised(torch.rand(4, 4)))
+    optimizer = torch.optim.SGD([weight, released, wrapped, torch.nn.LazyLinear(3).weight], lr=0.1)
+    released.untyped_storage().resize_(0)
+    registration = sk.register_optimizer(optimizer)
+    try:
+        assert hold.held_memory() == {hold.memory_of(weight)}
+        sk.save_async({"w": weight}, tmp_path / "a", capture="lazy").wait(30)
+    finally:
+        registration.remove()
+    assert torch.equal(sk.inspect(tmp_path / "a").read("w"), weight.detach())
 
 
 def test_an_optimizer_that_is_gone_is_forgotten() -> None:

@@ -112,7 +112,7 @@ def _own_limits(root: Path) -> Iterator[Free]:
             ("Max data size", 5, "RLIMIT_DATA"),
         ):
             soft = line.removeprefix(title).split()[0] if line.startswith(title) else ""
-            if soft.isdecimal():
+            if soft.isdecimal() and field < len(pages):
                 used = int(pages[field]) * os.sysconf("SC_PAGE_SIZE")
                 yield Free(
                     num_bytes=int(soft) - used, limited_by=f"the process's {name} of {in_words(int(soft))}"
@@ -120,9 +120,14 @@ def _own_limits(root: Path) -> Iterator[Free]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """/proc/meminfo in bytes; what the C library says where there is none."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    known = {
+        "MemTotal": os.sysconf("SC_PHYS_PAGES") * page,
+        "MemAvailable": os.sysconf("SC_AVPHYS_PAGES") * page,
+    }
     fields = (line.split() for line in _text(root / "proc/meminfo").splitlines())
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3}
+    return known | {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[1].isdecimal()}
 
 
 # -- cgroups
@@ -164,8 +169,8 @@ def _cgroups(root: Path) -> tuple[_Level, ...]:
     theirs.
     """
     levels: list[_Level] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
+    lines = (line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines())
+    for hierarchy, controllers, path in (parts for parts in lines if len(parts) == 3):
         version = _V2 if hierarchy == "0" else _V1 if "memory" in controllers.split(",") else None
         mounted = _mounted(root, version) if version else None
         if version and mounted:
@@ -177,7 +182,7 @@ def _mounted(root: Path, version: _Version) -> tuple[Path, str] | None:
     """Where a hierarchy is mounted, and which of its directories is at the mount point."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, kind = line.partition(" - ")
-        filesystem, _, options = kind.split(" ", 2)
+        filesystem, options = kind.partition(" ")[0], kind.rpartition(" ")[2]
         is_ours = filesystem == "cgroup2" if version is _V2 else "memory" in options.split(",")
         if filesystem.startswith("cgroup") and is_ours:
             _, _, _, top, point, *_ = mount.split()
@@ -214,9 +219,13 @@ def _used(level: _Level, *reclaimable: str) -> int:
     """What a cgroup uses, without the parts of its page cache that the kernel takes back when asked for
     memory.
     """
-    stat = dict(line.split() for line in _text(level.directory / "memory.stat").splitlines())
-    used = int(_text(level.directory / level.version.usage) or 0)
-    return max(0, used - sum(int(stat.get(name, 0)) for name in reclaimable))
+    stat = dict(line.partition(" ")[::2] for line in _text(level.directory / "memory.stat").splitlines())
+    used = _number(_text(level.directory / level.version.usage))
+    return max(0, used - sum(_number(stat.get(name, "")) for name in reclaimable))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdecimal() else 0
 
 
 # -- Ray
@@ -303,6 +312,6 @@ def _less(free: Free, reserved: int) -> Free:
 def _text(path: Path) -> str:
     """A file's content; '' if there is none, or it is not ours to read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -21,6 +21,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardkeep.errors import SaveFailed
 
@@ -154,8 +155,18 @@ def held_memory() -> set[Memory]:
         memory_of(tensor)
         for optimizer in _optimizers
         for tensor in _tensors_of(optimizer)
-        if tensor.layout == torch.strided and tensor.numel()
+        if _has_memory(tensor)
     }
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not so what is not initialised, and wrappers as Transformer Engine's quantised tensors."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    try:
+        return bool(tensor.untyped_storage().data_ptr())
+    except RuntimeError:
+        return False
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -34,7 +34,12 @@ def allocate(num_bytes: int) -> torch.Tensor:
     """
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     if uses_cuda():
-        torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        try:
+            torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        except RuntimeError:
+            with suppress(RuntimeError):  # CUDA keeps the error for the thread's next kernel: not training's
+                torch.zeros(1, device="cuda")
+            raise
     return buffer
 
 

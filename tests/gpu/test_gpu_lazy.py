@@ -11,6 +11,7 @@ import torch
 
 import shardkeep as sk
 from device import CONFIG, MIB, keep_busy, needs_gpu, needs_lazy, same_bits
+from shardkeep import stage
 
 pytestmark = [needs_gpu, needs_lazy]
 
@@ -141,3 +142,27 @@ def test_call_returns_long_before_the_state_is_copied(tmpfs: Path) -> None:
     handle.wait_captured()
     assert stall_s < (time.perf_counter() - start) / 3
     handle.wait()
+
+
+@pytest.mark.parametrize("numel", [1000, 16 * MIB // 4])
+def test_a_copy_that_has_not_come_yet_is_waited_for(tmpfs: Path, numel: int) -> None:
+    """A buffer on its way to the arena behind a long kernel, in a piece that is packed and in one that is
+    not."""
+    sk.prepare({"buffer": torch.zeros(numel, device="cuda")}, CONFIG)
+    buffer = torch.full((numel,), 3.0, device="cuda")
+    torch.cuda.synchronize()
+    keep_busy()
+    handle = sk.save_async({"buffer": buffer}, tmpfs / "c", capture="lazy", config=CONFIG)
+    buffer.fill_(9.0)
+    handle.wait()
+    assert (sk.inspect(tmpfs / "c").read("buffer") == 3).all()
+
+
+def test_a_page_lock_that_fails_does_not_fail_the_next_kernel() -> None:
+    taken = stage.allocate(MIB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: taken)
+        with pytest.raises(RuntimeError):
+            stage.allocate(MIB)  # locked already
+    stage.free(taken)
+    assert torch.ones(3, device="cuda").add_(1).tolist() == [2, 2, 2]
