@@ -218,7 +218,8 @@ def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not ours.has_lazy(), reason="no lazy capture")
 def test_loops_beside_a_lazy_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_ALONE_S", 0.01)
+    monkeypatch.setattr(beside, "_ALONE_S", {"cpu": 0.01})
+    monkeypatch.setattr(beside, "_WARM_S", {"cpu": 0.01})
     found = beside.run(BenchOptions(gib=0.2, tensors=4, rounds=1, path=tmp_path))
     assert [row.target for row in found] == [3.0, 10.0]
     assert all(row.verdict != "absent" for row in found)

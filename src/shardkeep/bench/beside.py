@@ -5,7 +5,8 @@ the launching thread limits (thousands of tiny kernels), which any other Python 
 is forward and backward: that is what runs while the state streams; the optimizer's step ends the streaming by
 waiting for it. Each round times the loop alone, beside a save, and alone again, each for about as long and
 without a pause, since a GPU that has rested runs faster for a while; the mean counts, so that a few long
-steps are not lost. As in training, a step is launched before the one before it has ended. What was saved is then compared with the state from before the optimizer stepped.
+steps are not lost. As in training, a step is launched before the one before it has ended. What was saved is
+then compared with the state from before the optimizer stepped.
 The number of threads is shardkeep's own choice here: fewer than a synchronous save takes.
 """
 
