@@ -212,7 +212,8 @@ def begin(
                 frozen = freeze(
                     captured, agreement.chosen, ranks.rank, mode=mode, room=room, lenient=target.lenient
                 )
-                ranks.settle("frozen")  # so that a save has begun on all ranks or on none
+                if mode != "sync":
+                    ranks.settle("frozen")  # so that a save has begun, and has a handle, on all ranks or none
     except BaseException:
         room.release()
         if agreement and ranks.rank == 0:
