@@ -231,7 +231,11 @@ def begin(
         hold=hold(target.storage.url, config.deadline_s) if mode != "sync" and frozen.by_reference else None,
     )
     if config.check_capture and begun.hold:
-        begun.digests.extend(write.payload_digests(_job(begun)))
+        try:
+            begun.digests.extend(write.payload_digests(_job(begun)))
+        except BaseException as e:
+            begun.abandon(e)
+            raise
     return begun
 
 

@@ -134,14 +134,22 @@ class Stager:
         self._events: dict[torch.device, list[torch.cuda.Event]] = {}
         self._ready = ready
 
+    def __enter__(self) -> Stager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After an error a copy may still be on its way into a slot, which the next save must not get yet."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in row-major order. Each block is valid until the next one is asked for."""
         if tensor.is_cuda:
             with torch.cuda.stream(self._side_stream(tensor.device)):
                 yield from self._device_blocks(tensor)
             return
-        slot, view = self._slots[0], self._views[0]
-        for part in cut(tensor, slot.numel()):
+        for number, part in enumerate(cut(tensor, self._slots[0].numel())):
+            slot, view = self._slots[number % 2], self._views[number % 2]
             num_bytes = part.numel() * part.element_size()
             slot[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
             yield view[:num_bytes]

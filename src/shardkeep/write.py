@@ -184,8 +184,7 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     packed_bytes = min(_PACKED_BYTES, job.slot_bytes)
     try:
         sink = _Sink(writer, job.config, job.batch_bytes)
-        with stage.ring(job.config).pair(job.slot_bytes) as slots:
-            stager = stage.Stager(slots, job.ready)
+        with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
             for is_small, pieces in itertools.groupby(file.pieces, key=lambda p: p.length <= packed_bytes):
                 if is_small:
                     _write_packed(job, pieces, stager, sink)
@@ -204,8 +203,7 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
 def payload_digests(job: Job) -> Digests:
     """What the tensors of a job hold now, in the order of files and pieces. Reads everything."""
     found: Digests = []
-    with stage.ring(job.config).pair(job.slot_bytes) as slots:
-        stager = stage.Stager(slots, job.ready)
+    with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
         for file in job.files:
             for piece in file.pieces:
                 shard = job.shards[piece.shard]
