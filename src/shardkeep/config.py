@@ -33,7 +33,7 @@ class Config:
     io_threads: int = 0
     """Threads and files per rank; 0 takes the cores this process may use, at most 8."""
     chunk_bytes: int = 4 * MIB
-    """Size of a checksum chunk, which is the least that a load reads. Background saves take at least 8 MiB."""
+    """Size of a checksum chunk, the least that a load reads. Background saves take at least 8 MiB."""
     split_bytes: int = 64 * MIB
     """A shard larger than this may be cut into several boxes so that the files of a rank balance."""
     checksum: str = "xxh3_128"
