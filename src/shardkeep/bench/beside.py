@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 import shardkeep as sk
-from shardkeep.bench import ours
 from shardkeep.bench.config import BenchOptions
 from shardkeep.bench.contestant import State, WrongBytes
 from shardkeep.bench.machine import synchronize
@@ -48,10 +47,8 @@ class Beside:
 
 
 def run(options: BenchOptions) -> list[Row]:
-    """Rows of the section; absent while shardkeep has no lazy capture."""
+    """Rows of the section."""
     loops = (("compute-bound", compute_bound, 3.0), ("launch-bound", launch_bound, 10.0))
-    if not ours.has_lazy():
-        return [_row(name, limit, None) for name, _, limit in loops]
     saved = Saved(options)
     return [
         _row(name, limit, saved.beside(build(options.device), options.rounds)) for name, build, limit in loops
@@ -94,7 +91,7 @@ class Saved:
         state = make_state(options, 0, 1)
         self._parameters = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
         self._optimizer = torch.optim.SGD(self._parameters.values(), lr=0.1)
-        ours.register(self._optimizer)
+        sk.register_optimizer(self._optimizer)
         self._target: State = {key: torch.empty_like(tensor) for key, tensor in state.items()}
 
     def beside(self, step: Step, num_rounds: int) -> Beside:
@@ -192,24 +189,19 @@ class _Loop:
         return seconds
 
 
-def _row(name: str, limit: float, found: Beside | None) -> Row:
-    slowdown = statistics.median(found.slowdown_percent) if found and found.slowdown_percent else None
-    note = ""
-    if found:
-        steps, streamed_s, stall_ms, wait_ms = (
-            statistics.median(values)
-            for values in (found.num_steps, found.streamed_s, found.stall_ms, found.optimizer_wait_ms)
-        )
-        note = (
-            f"{steps:.0f} steps beside {streamed_s:.2f} s of streaming; stall {stall_ms:.1f} ms; "
-            f"optimizer step {wait_ms:.1f} ms"
-        )
+def _row(name: str, limit: float, found: Beside) -> Row:
+    steps, streamed_s, stall_ms, wait_ms = (
+        statistics.median(values)
+        for values in (found.num_steps, found.streamed_s, found.stall_ms, found.optimizer_wait_ms)
+    )
+    slowdown = statistics.median(found.slowdown_percent) if found.slowdown_percent else None
     return Row(
         what=f"slowdown of a {name} loop beside a lazy save",
         target=limit,
         sense="<=",
         reached=slowdown,
         unit="%",
-        note=note,
-        error="no whole step fitted beside the save: raise --gib" if found and slowdown is None else None,
+        note=f"{steps:.0f} steps beside {streamed_s:.2f} s of streaming; stall {stall_ms:.1f} ms; "
+        f"optimizer step {wait_ms:.1f} ms",
+        error="no whole step fitted beside the save: raise --gib" if slowdown is None else None,
     )
