@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import megatron_cases as cases
 import shardkeep as sk
 from shardkeep import checkpointer, hold
-from shardkeep.errors import SaveFailed, StateChanged
+from shardkeep.errors import Cancelled, SaveFailed, StateChanged
 from shardkeep.handle import SaveHandle, background
 from shardkeep.storage import Buffer, Writer
 from shardkeep.storage.local import LocalStorage
@@ -208,6 +209,93 @@ def test_a_save_that_fails_lets_training_go_on(job: Job, gated: Gated) -> None:
     gated.may_close.set()
     background.wait_all()
     handle.forget()
+
+
+def test_a_cancelled_save_that_has_not_begun_lets_training_go_on(
+    job: Job, gated: Gated, tmp_path: Path
+) -> None:
+    first = begin(job.state(), gated)
+    second = begin(job.state(), LocalStorage(tmp_path / "b"))
+    second.cancel()
+    first.cancel()
+    stepping = in_thread(job.step)  # while the first has not come back from its write
+    stepping.join(30)
+    assert not stepping.is_alive()
+    gated.may_write.set()
+    gated.may_close.set()
+    for handle in (first, second):
+        with pytest.raises(Cancelled):
+            handle.wait(30)
+    assert not sk.is_committed(gated.url)
+    assert not sk.is_committed(tmp_path / "b")
+
+
+def test_an_optimizer_that_is_taken_off_has_its_weights_read_before(job: Job, gated: Gated) -> None:
+    before = copied(job.state())
+    begin(job.state(), gated)
+    removing = in_thread(lambda: (job.registration.remove(), job.step()))
+    assert gated.reached.wait(30)
+    removing.join(0.3)
+    gated.may_write.set()
+    gated.may_close.set()
+    removing.join(30)
+    background.wait_all()
+    assert_stored(Path(gated.url), before)
+
+
+def test_an_error_that_a_wait_for_the_weights_has_raised_is_not_raised_by_the_next_save(
+    job: Job, gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(_GatedWriter, "append", failing)
+    handle = begin(job.state(), gated)
+    with pytest.raises(SaveFailed, match="disk on fire"):
+        handle.wait_captured(30)
+    handle = begin(job.state(), LocalStorage(tmp_path / "b"))
+    handle.wait(30)
+    monkeypatch.setattr(_GatedWriter, "append", failing)
+    handle = begin(job.state(), gated)
+    with pytest.raises(SaveFailed, match="disk on fire"):
+        asyncio.run(handle.captured())
+    sk.save(job.state(), tmp_path / "c")
+
+
+def test_a_debug_reading_that_fails_holds_nothing(
+    job: Job, gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Any) -> None:
+        raise MemoryError("no room for a digest")
+
+    monkeypatch.setattr("shardkeep.write.payload_digests", failing)
+    with pytest.raises(MemoryError):
+        begin(job.state(), gated, check_capture=True)
+    stepping = in_thread(job.step)
+    stepping.join(30)
+    assert not stepping.is_alive()
+    assert not Path(gated.url).exists()
+
+
+def test_an_interrupted_wait_for_the_reading_fails_the_save(
+    job: Job, gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has control before all is read, and may change what nothing else keeps still."""
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shardkeep.freeze.arena.take", lambda num_bytes, limit_bytes=None: None)
+    monkeypatch.setattr(hold.Hold, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(job.state(), gated)
+    monkeypatch.undo()
+    gated.may_write.set()
+    gated.may_close.set()
+    background.wait_all()
+    assert not sk.is_committed(gated.url)
+    with pytest.raises(SaveFailed, match="interrupted while the state was read"):
+        background.raise_unseen()
 
 
 def test_a_change_that_no_hook_sees_is_found_in_debug_mode(job: Job, gated: Gated) -> None:

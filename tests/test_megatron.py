@@ -128,3 +128,12 @@ def test_replicas_are_stored_once_and_bytes_balance(ranks: ClusterPool, tmp_path
         torch.Size(t.shape).numel() * getattr(torch, t.dtype).itemsize for t in checkpoint.tensors.values()
     )
     assert stored == expected
+
+
+def test_a_rank_without_memory_for_a_copy_waits_for_no_other_rank(ranks: ClusterPool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "a")
+    saved = ranks.run(
+        2, cases.save_async_with_memory_on_rank_0_alone, directory, env={"SHARDKEEP_DEADLINE_S": "10"}
+    )
+    loaded = ranks.run(2, cases.our_load, directory, 1)
+    assert [r["digests"] for r in loaded] == [r["saved"] for r in saved]

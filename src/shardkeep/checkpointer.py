@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -29,7 +29,7 @@ from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
 from shardkeep.config import Config, beside_training, resolve
 from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
-from shardkeep.errors import LoadFailed, SaveFailed, StateChanged
+from shardkeep.errors import Cancelled, LoadFailed, SaveFailed, StateChanged
 from shardkeep.freeze import Frozen, Room, freeze, make_room
 from shardkeep.handle import SaveHandle, background
 from shardkeep.hold import Hold, hold
@@ -96,7 +96,8 @@ def prepare(state: Mapping[str, Any], config: Config | None = None, *, capture: 
 def save_to(state: Mapping[str, Any], target: Target, config: Config | None = None) -> SaveReport:
     """`save` with the rules of a `Target`."""
     begun = begin(state, target, resolve(config), mode="sync")
-    background.wait_all()  # saves commit in the order in which they were begun
+    with begun.or_abandoned():
+        background.wait_all()  # saves commit in the order in which they were begun
     report = finish(begun)
     return replace(report, stall_s=begun.phases.total_s())
 
@@ -106,7 +107,8 @@ def save_to_async(
 ) -> SaveHandle[SaveReport]:
     """`save_async` with the rules of a `Target`."""
     begun = begin(state, target, resolve(config), mode=mode)
-    handle = background.submit(lambda: finish(begun), cancel=begun.stop.set, captured=begun.captured)
+    with begun.or_abandoned():
+        handle = background.submit(lambda: finish(begun), cancel=begun.cancel, captured=begun.captured)
     begun.wait_unguarded()
     return handle
 
@@ -141,8 +143,28 @@ class Begun:
 
     def wait_unguarded(self) -> None:
         """Block while the state is read, if nothing but the caller keeps it from changing."""
-        if self.hold and self.frozen.unguarded:
+        if not self.hold or not self.frozen.unguarded:
+            return
+        try:
             self.hold.wait()
+        except BaseException as e:  # interrupted: the caller has control again, and may change the state
+            self.hold.fail(SaveFailed(f"interrupted while the state was read: {type(e).__name__}"))
+            raise
+
+    def cancel(self) -> None:
+        """Write no more, and let training go on at once: what is still read will not be committed."""
+        self.stop.set()
+        if self.hold:
+            self.hold.fail(Cancelled("the save was cancelled", path=self.target.storage.url))
+
+    @contextmanager
+    def or_abandoned(self) -> Iterator[None]:
+        """Give the save up if what lies between `begin` and `finish` fails."""
+        try:
+            yield
+        except BaseException as e:
+            self.abandon(e)
+            raise
 
     def held_s(self) -> float:
         """How long the training thread was held."""
@@ -231,11 +253,8 @@ def begin(
         hold=hold(target.storage.url, config.deadline_s) if mode != "sync" and frozen.by_reference else None,
     )
     if config.check_capture and begun.hold:
-        try:
+        with begun.or_abandoned():
             begun.digests.extend(write.payload_digests(_job(begun)))
-        except BaseException as e:
-            begun.abandon(e)
-            raise
     return begun
 
 

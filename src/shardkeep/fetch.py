@@ -29,7 +29,7 @@ from shardkeep.catalog import Catalog
 from shardkeep.config import Config, resolve
 from shardkeep.errors import Corrupt, LoadFailed, ShardkeepError
 from shardkeep.ranges import Archive, Flat, Strided, Unit
-from shardkeep.stage import allocate, current_device, free, ring, use_device
+from shardkeep.stage import allocate_pair, current_device, free, ring, use_device
 from shardkeep.storage import Reader, Storage
 
 DIGEST_BYTES = 16
@@ -281,7 +281,7 @@ class Scratch:
             with self._ring.pair(self._slot_bytes) as slots:
                 yield slots
             return
-        own = allocate(self._slot_bytes), allocate(self._slot_bytes)
+        own = allocate_pair(self._slot_bytes)
         try:
             yield own
         finally:

@@ -90,12 +90,19 @@ class SaveHandle(Handle[T]):
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         for future in self._captured:
-            future.result(None if end is None else max(0.0, end - time.monotonic()))
+            failed = future.exception(None if end is None else max(0.0, end - time.monotonic()))
+            self._asked = self._asked or failed is not None
+            future.result()
 
     async def captured(self) -> None:
         """As `wait_captured`, for asyncio."""
         for future in self._captured:
-            await asyncio.wrap_future(future)
+            waiting = asyncio.wrap_future(future)
+            try:
+                await waiting
+            except Exception:
+                self._asked = True
+                raise
 
     def cancel(self) -> None:
         """Ask the save to stop. `wait` then raises Cancelled, unless the commit was already under way."""

@@ -94,12 +94,14 @@ def wait_for_holds() -> None:
 
 
 class Registration:
-    """An optimizer whose steps wait for lazy saves; `remove()` ends that."""
+    """An optimizer whose steps wait for lazy saves; `remove()` ends that, and waits for those in flight."""
 
     def __init__(self, undo: list[Callable[[], object]]) -> None:
         self._undo = undo
 
     def remove(self) -> None:
+        if self._undo:
+            wait_for_holds()  # what they read would be protected by nothing
         while self._undo:
             self._undo.pop()()
 

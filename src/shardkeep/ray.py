@@ -83,7 +83,7 @@ class CheckpointActor:
         begun = checkpointer.begin(self.checkpoint_state(), target, resolve(config), mode="snapshot")
 
         def cancel() -> None:
-            begun.stop.set()
+            begun.cancel()
             begun.ranks.fail(Cancelled("the save was given up", path=target.storage.url))
 
         self._saves()[token] = background.submit(

@@ -101,7 +101,7 @@ class Run:
 
         def cancel() -> None:
             for component in begun.values():
-                component.stop.set()
+                component.cancel()
 
         captured = [future for component in begun.values() for future in component.captured]
         handle = background.submit(finish, cancel=cancel, captured=captured)

@@ -38,6 +38,16 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return buffer
 
 
+def allocate_pair(num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two of them, or none: memory that goes with its page lock on cannot be locked again."""
+    first = allocate(num_bytes)
+    try:
+        return first, allocate(num_bytes)
+    except BaseException:
+        free(first)
+        raise
+
+
 def free(buffer: torch.Tensor) -> None:
     """Undo the page lock of `allocate`; the memory goes with the last reference."""
     if uses_cuda() and buffer.is_pinned():
@@ -91,7 +101,7 @@ class Ring:
                 self._changed.wait()
             self._allocated_bytes += 2 * slot_bytes
         try:
-            return allocate(slot_bytes), allocate(slot_bytes)
+            return allocate_pair(slot_bytes)
         except BaseException:
             with self._changed:
                 self._allocated_bytes -= 2 * slot_bytes
@@ -293,7 +303,8 @@ def current_event() -> torch.cuda.Event | None:
     for device in range(torch.cuda.device_count()):  # of a process that uses several, wait for the others
         if device != torch.cuda.current_device() and torch.cuda.memory_allocated(device):
             torch.cuda.current_stream(device).synchronize()
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
     return event
 
 

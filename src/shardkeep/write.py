@@ -82,6 +82,7 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     """Write every file of the job; name -> size and checksums. Raises the first error after all threads have
     stopped; what was written by then is the caller's to remove.
     """
+    _wait_until_ready(job)
     stored: dict[str, StoredFile] = {}
     errors: list[BaseException] = []
     reading = _Countdown(len(job.files), lambda: job.read(job))
@@ -98,6 +99,12 @@ def write_files(job: Job) -> dict[str, StoredFile]:
     if errors:
         raise _first(errors)
     return stored
+
+
+def _wait_until_ready(job: Job) -> None:
+    """Copies of device tensors in host memory are read as they lie there, and must have come."""
+    if job.ready is not None:
+        job.ready.synchronize()
 
 
 def _first(errors: list[BaseException]) -> BaseException:
@@ -181,17 +188,10 @@ class _Countdown:
 
 def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
-    packed_bytes = min(_PACKED_BYTES, job.slot_bytes)
     try:
         sink = _Sink(writer, job.config, job.batch_bytes)
         with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
-            for is_small, pieces in itertools.groupby(file.pieces, key=lambda p: p.length <= packed_bytes):
-                if is_small:
-                    _write_packed(job, pieces, stager, sink)
-                    continue
-                for piece in pieces:
-                    _write_piece(job, piece, stager, sink)
-            sink.flush()
+            _write_pieces(job, file, stager, sink)
         reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
         writer.abort()
@@ -202,6 +202,7 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
 
 def payload_digests(job: Job) -> Digests:
     """What the tensors of a job hold now, in the order of files and pieces. Reads everything."""
+    _wait_until_ready(job)
     found: Digests = []
     with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
         for file in job.files:
@@ -214,6 +215,17 @@ def payload_digests(job: Job) -> Digests:
                         hasher.update(block)
                     found.append((shard.header.key, hasher.digest()))
     return found
+
+
+def _write_pieces(job: Job, file: FileLayout, stager: stage.Stager, sink: _Sink) -> None:
+    packed_bytes = min(_PACKED_BYTES, job.slot_bytes)
+    for is_small, pieces in itertools.groupby(file.pieces, key=lambda p: p.length <= packed_bytes):
+        if is_small:
+            _write_packed(job, pieces, stager, sink)
+            continue
+        for piece in pieces:
+            _write_piece(job, piece, stager, sink)
+    sink.flush()
 
 
 def _write_piece(job: Job, piece: Piece, stager: stage.Stager, sink: _Sink) -> None:

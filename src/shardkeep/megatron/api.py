@@ -20,6 +20,7 @@ from shardkeep import checkpointer, columns, plan
 from shardkeep.config import resolve
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import ShardkeepError
+from shardkeep.handle import SaveHandle, background
 from shardkeep.loading import Loading
 from shardkeep.megatron.state import MegatronTemplate, capture_megatron
 from shardkeep.megatron.strict import Strictness
@@ -67,7 +68,7 @@ def save(
             return None
     pending = PendingSave(begun)
     if begun.frozen.unguarded:
-        pending.write()  # no memory for a copy, and the caller may change the state when it has control
+        pending.start()  # no memory for a copy, and the caller may change the state when it has control
     return pending.request()
 
 
@@ -113,6 +114,7 @@ class PendingSave:
 
     def __init__(self, begun: checkpointer.Begun) -> None:
         self._begun = begun
+        self._writing: SaveHandle[SaveReport] | None = None
         self.report: SaveReport | None = None
         self._error: BaseException | None = None
 
@@ -121,6 +123,17 @@ class PendingSave:
 
         return AsyncRequest(self.write, (), [self.finalize])
 
+    def start(self) -> None:
+        """Write in the background from now on; returns when the state is read. To wait for the commit here
+        could be for ever: of the other ranks, those with memory for a copy write when Megatron runs their
+        requests, which may come after a collective with this one.
+        """
+        with self._begun.or_abandoned():
+            self._writing = background.submit(
+                lambda: checkpointer.finish(self._begun), captured=self._begun.captured
+            )
+        self._begun.wait_unguarded()
+
     def write(self) -> None:
         """Write and commit, once; an error is kept for `finalize`, which Megatron calls on every rank at the
         same point.
@@ -128,7 +141,7 @@ class PendingSave:
         if self.report or self._error:
             return
         try:
-            self.report = checkpointer.finish(self._begun)
+            self.report = self._writing.wait() if self._writing else checkpointer.finish(self._begun)
         except Exception as e:
             log.error("save failed: %s", e)
             self._error = e
