@@ -244,7 +244,8 @@ class _Template:
         while at < end:
             at = self._add_entry(at)
         _require(self.pickled != b"")
-        self._forms = _Form(head, self._in_head), _Form(tail, self._in_tail)
+        in_tail = {len(head) + at: field for at, field in self._in_tail.items()}
+        self._form = _Form(head + tail, self._in_head | in_tail)
 
     def _add_entry(self, at: int) -> int:
         """Note the fields of a central directory's entry and of its record; returns the next one's place."""
@@ -277,14 +278,14 @@ class _Template:
     def derive(self, pickled: bytes, num_bytes: int) -> Frame:
         """The frame for another pickle and payload."""
         crc, shift = zlib.crc32(pickled), num_bytes - self._num_bytes
-        head, tail = self._forms
-        return head.fill(pickled, crc, num_bytes, shift), tail.fill(pickled, crc, num_bytes, shift)
+        both = self._form.fill(pickled, crc, num_bytes, shift)
+        return both[: self.head_bytes], both[self.head_bytes :]
 
     def is_same(self, a: Frame, b: Frame) -> bool:
         """Whether two frames differ in their serialization ids alone."""
-        return [len(x) for x in a] == [len(x) for x in b] and all(
-            form.without_id(x) == form.without_id(y) for form, x, y in zip(self._forms, a, b, strict=True)
-        )
+        if [len(x) for x in a] != [len(x) for x in b]:
+            return False
+        return self._form.without_id(b"".join(a)) == self._form.without_id(b"".join(b))
 
 
 def _require(condition: bool) -> None:
