@@ -197,7 +197,8 @@ class Stager:
         waiting: tuple[memoryview, torch.cuda.Event | None] | None = None
         block = _Block(self._slots[0], block_bytes)
         for num_bytes, item in items:
-            if block.used_bytes + num_bytes > block.limit_bytes and block.used_bytes:
+            used_bytes = block.used_bytes
+            if used_bytes and used_bytes + num_bytes > block.limit_bytes:
                 full = self._settle(block)
                 if waiting:
                     yield _settled(*waiting)
@@ -247,19 +248,18 @@ class _Block:
         self.collected: list[tuple[int, torch.Tensor]] = []  # place in the slot, tensor
 
     def add(self, item: Item) -> None:
-        start = self.used_bytes
+        view, start = self.view, self.used_bytes
         for part in item:
             if isinstance(part, bytes):
-                view: bytes | memoryview = part
+                end = start + len(part)
+                view[start:end] = part
             elif is_direct(part):
-                view = host_bytes(part)
+                end = start + part.nbytes
+                view[start:end] = host_bytes(part)
             else:
+                end = start + part.nbytes
                 self.collected.append((start, part))
-                self.limit_bytes = len(self.view)
-                start += part.numel() * part.element_size()
-                continue
-            end = start + len(view)
-            self.view[start:end] = view
+                self.limit_bytes = len(view)
             start = end
         self.used_bytes = start
 

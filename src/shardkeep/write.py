@@ -261,11 +261,13 @@ def _contents(job: Job, piece: Piece) -> tuple[bytes, bytes | torch.Tensor, byte
     shard = job.shards[piece.shard]
     if not isinstance(shard, TensorShard):
         return b"", job.payloads[piece.shard], b""
-    tensor, box = shard.tensor, shard.header.box
-    if piece.box is not box:
-        tensor = tensor.view(box.shape)[piece.box.slices_in(box)]
-    head, tail = frame(shard.header.dtype, piece.box.shape)
-    assert (len(head), len(tail)) == (piece.head_bytes, piece.tail_bytes), "a frame is not as it was laid out"
+    tensor, header = shard.tensor, shard.header
+    box = piece.box
+    if box is not header.box:
+        tensor = tensor.view(header.box.shape)[box.slices_in(header.box)]
+    head, tail = frame(header.dtype, box.shape)
+    is_as_laid_out = len(head) == piece.head_bytes and len(tail) == piece.tail_bytes
+    assert is_as_laid_out, "a frame is not as it was laid out"
     return head, tensor, tail
 
 
