@@ -182,8 +182,6 @@ def _goals_beside_peers(name: str, ranks: list[dict[str, Any]]) -> list[Row]:
 
 def _goals_of_lazy(name: str, ranks: list[dict[str, Any]]) -> list[Row]:
     lazy = [each["lazy"] for each in ranks]
-    if None in lazy:
-        return [Row(what=f"{name}: stall of a lazy save", target=10.0, sense="<=", reached=None, unit="ms")]
     slower = [
         (statistics.mean(each["beside_s"]) / statistics.mean(each["alone_s"]) - 1) * 100
         for each in lazy

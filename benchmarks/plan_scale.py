@@ -146,7 +146,13 @@ class Rank0:
                 for c, host in zip(self.columns, self.hosts, strict=True)
             ]
         others = [
-            agree.Mine(fingerprint=manifest.digest(c).encode()[:16], known=self.known, values=mine[2])
+            agree.Mine(
+                fingerprint=manifest.digest(c).encode()[:16],
+                known=self.known,
+                values=mine[2],
+                node=mine[3],
+                free_bytes=mine[4],
+            )
             for c in self.columns[1:]
         ]
         return [value, *map(msgspec.msgpack.encode, others)]

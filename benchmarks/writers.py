@@ -29,7 +29,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from save_load import RESULTS, hardware
+
+from shardkeep.bench.machine import hardware
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 MIB = 1 << 20
 _SYNC_WAIT_BEFORE, _SYNC_WRITE, _SYNC_WAIT_AFTER = 1, 2, 4  # of sync_file_range(2)
@@ -176,7 +179,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     args = _arguments()
     num_cores = len(os.sched_getaffinity(0))
-    machine = hardware(args.dir, num_cores)
+    machine = hardware(args.dir, "cpu")
     source = memoryview(os.urandom(64 * MIB))
     num_bytes = int(args.gib * 2**30)
     measured = variants(args.threads or num_cores)
@@ -187,7 +190,7 @@ def main() -> None:
                 run_once(variant, Path(scratch) / "files", source, num_bytes)
     console = Console(width=None if os.isatty(1) else 120)
     console.print(
-        f"{machine['cpu']}, {machine['cores_used']} of {machine['cores']} cores, {machine['filesystem']},"
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['filesystem']},"
         f" load average {machine['load_average']:.1f} at the start; {args.gib:g} GiB, {args.rounds} rounds"
     )
     console.print(table(measured, num_bytes))

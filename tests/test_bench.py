@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import shardkeep as sk
-from shardkeep.bench import beside, contestant, machine, memory, ours, planning, rows
+from shardkeep.bench import beside, machine, memory, planning, rows
 from shardkeep.bench.config import BenchOptions
 from shardkeep.bench.contestant import Contestant, Field, Samples, WrongBytes, measure, over_ranks, ratio
 from shardkeep.cli import WRONG_USE, run
@@ -216,21 +215,12 @@ def test_room_is_checked_before_anything_is_written(tmp_path: Path) -> None:
         BenchOptions(gib=1e5, path=tmp_path).check_room()
 
 
-@pytest.mark.skipif(not ours.has_lazy(), reason="no lazy capture")
 def test_loops_beside_a_lazy_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_ALONE_S", 0.01)
+    monkeypatch.setattr(beside, "_ALONE_S", {"cpu": 0.01})
+    monkeypatch.setattr(beside, "_WARM_S", {"cpu": 0.01})
     found = beside.run(BenchOptions(gib=0.2, tensors=4, rounds=1, path=tmp_path))
     assert [row.target for row in found] == [3.0, 10.0]
     assert all(row.verdict != "absent" for row in found)
-
-
-@pytest.mark.skipif(ours.has_lazy(), reason="lazy capture is there")
-def test_lazy_rows_are_absent_without_lazy_capture(tmp_path: Path) -> None:
-    found = beside.run(BenchOptions(path=tmp_path))
-    assert [row.verdict for row in found] == ["absent", "absent"]
-    names = [each.name for each in ours.contestants({}, {}, sk.Config())]
-    assert names == [ours.SYNC, ours.SNAPSHOT]
-    assert contestant.by_name([]) == {}
 
 
 def test_planning_is_measured_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

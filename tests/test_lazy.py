@@ -323,6 +323,21 @@ def test_debug_mode_passes_what_holds_still(job: Job, gated: Gated) -> None:
     assert_stored(Path(gated.url), before)
 
 
+def test_a_save_whose_first_digest_fails_holds_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(5, "cannot read")
+
+    monkeypatch.setattr("shardkeep.write.payload_digests", fail)
+    with pytest.raises(OSError, match="cannot read"):
+        sk.save_async(job.state(), tmp_path / "a", capture="lazy", config=sk.Config(check_capture=True))
+    stepping = in_thread(job.step)
+    stepping.join(30)
+    assert not stepping.is_alive()
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("mode", ["snapshot", "lazy"])
 def test_without_room_for_a_copy_the_call_streams_and_says_so(
     mode: Any,

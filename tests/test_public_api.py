@@ -122,7 +122,7 @@ def test_settings_are_keywords_with_their_defaults() -> None:
     assert {f.name: f.default for f in dataclasses.fields(sk.Config)} == {
         "staging_bytes": 0,
         "io_threads": 0,
-        "chunk_bytes": 1 << 20,
+        "chunk_bytes": 4 << 20,
         "split_bytes": 64 << 20,
         "checksum": "xxh3_128",
         "deadline_s": 600.0,

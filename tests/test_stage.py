@@ -186,3 +186,18 @@ def test_a_large_pair_waits_for_the_small_ones_in_use() -> None:
         assert not got.wait(0.1)
     thread.join(10)
     assert got.is_set()
+
+
+def test_slots_are_given_back_only_after_copies_on_their_way() -> None:
+    """An error in a writer leaves the copy of the following block under way."""
+    waited = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append("copied")
+
+    ring = stage.Ring(1024)
+    with pytest.raises(ZeroDivisionError), ring.pair(64) as slots, stage.Stager(slots, None) as stager:
+        stager._streams[torch.device("cuda", 0)] = Stream()  # type: ignore[assignment]
+        raise ZeroDivisionError
+    assert waited == ["copied"]

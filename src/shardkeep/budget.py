@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import torch.distributed as dist
+
 SHARE_OF_FREE = 0.8
 """What all ranks of a node together may take of its free memory; the rest is for what they do meanwhile."""
 
@@ -33,6 +35,7 @@ _LOCAL_RANKS = (
     "MPI_LOCALNRANKS",
     "SLURM_NTASKS_PER_NODE",
 )
+_USUAL_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,12 @@ def node(root: Path = ROOT) -> str:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Ranks of this job on this node, as its launcher has said; 1 if it has not."""
+    """Ranks of this job on this node, as its launcher has said. Where it has not, as in plain Ray actors, all
+    ranks of the job, but at most as many as a node usually has.
+    """
     counts = (environ.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(count) for count in counts if count.isdecimal() and int(count)), 1)
+    job = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return next((int(count) for count in counts if count.isdecimal() and int(count)), min(job, _USUAL_RANKS))
 
 
 def in_words(num_bytes: float) -> str:

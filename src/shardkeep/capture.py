@@ -46,6 +46,8 @@ _NO_TENSORS_OF = frozenset(
     if hasattr(torch, name)
 )
 
+_PLAIN_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def capture(state: Mapping[str, Any]) -> Captured:
     """Take `state` apart. InvalidState for what cannot be stored, StorageReleased for a tensor without its
@@ -83,7 +85,10 @@ def _tied_to_first(shard: TensorShard, first: dict[int, list[TensorShard]]) -> T
     address = shard.tensor.data_ptr() if shard.header.num_bytes else 0
     if not address:
         return shard
-    there = first.setdefault(address, [])
+    there = first.get(address)
+    if there is None:
+        first[address] = [shard]
+        return shard
     same = next((s for s in there if _memory(s) == _memory(shard)), None)
     if same is None:
         there.append(shard)
@@ -131,18 +136,20 @@ def tensor_shard(
 ) -> Shard:
     """A checked shard: the tensor holds `box` of a global tensor of `shape`."""
     check_kind(key, tensor)
-    return _checked_shard(key, tensor, shape, box, is_main)
+    shard = _checked_shard(key, tensor, shape, box, is_main)
+    held = shard.tensor
+    if held.numel() != box.numel:
+        raise InvalidState(
+            "a shard's tensor does not hold its box", key=key, expected=box.shape, got=tuple(held.shape)
+        )
+    return shard
 
 
 def _checked_shard(
     key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: Box, is_main: bool = True
-) -> Shard:
+) -> TensorShard:
     tensor = (tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor).detach()
     check_memory(key, tensor)
-    if tensor.numel() != box.numel:
-        raise InvalidState(
-            "a shard's tensor does not hold its box", key=key, expected=box.shape, got=tuple(tensor.shape)
-        )
     header = ShardHeader(
         key=key,
         kind="tensor",
@@ -150,7 +157,7 @@ def _checked_shard(
         shape=shape,
         box=box,
         is_main=is_main,
-        num_bytes=tensor.numel() * tensor.element_size(),
+        num_bytes=tensor.nbytes,
     )
     return TensorShard(header=header, tensor=tensor)
 
@@ -181,12 +188,10 @@ def check_kind(key: str, tensor: torch.Tensor) -> None:
 
 def _special_kind(tensor: torch.Tensor) -> str | None:
     """What to call a tensor that is not plain."""
+    if type(tensor) not in _PLAIN_CLASSES and (kind := _special_class(tensor)):
+        return kind
     kind = None
-    if is_wrapper(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
-        kind = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
-    elif is_lazy(tensor):
-        kind = f"an uninitialised {type(tensor).__name__}"
-    elif tensor.is_nested:
+    if tensor.is_nested:
         kind = "a nested tensor"
     elif tensor.layout != torch.strided:
         kind = f"a tensor of layout {tensor.layout}"
@@ -195,6 +200,15 @@ def _special_kind(tensor: torch.Tensor) -> str | None:
     elif tensor.is_quantized or tensor.dtype in _NO_TENSORS_OF:
         kind = f"a tensor of {tensor.dtype}"
     return kind
+
+
+def _special_class(tensor: torch.Tensor) -> str | None:
+    """What to call a tensor whose class alone says that it is not plain."""
+    if is_wrapper(tensor) and not isinstance(tensor, AsyncCollectiveTensor):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    if is_lazy(tensor):
+        return f"an uninitialised {type(tensor).__name__}"
+    return None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -213,13 +227,14 @@ def has_own(value: Any, method: str) -> bool:
 
 def check_memory(key: str, tensor: torch.Tensor) -> None:
     """StorageReleased where the storage of a plain tensor is smaller than the tensor needs."""
-    if tensor.numel() == 0:
+    num_bytes = tensor.nbytes
+    if num_bytes == 0:
         return
     if tensor.is_contiguous():
-        extent = tensor.numel()
+        needed = tensor.storage_offset() * tensor.element_size() + num_bytes
     else:
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + extent) * tensor.element_size()
+        needed = (tensor.storage_offset() + extent) * tensor.element_size()
     held = tensor.untyped_storage().nbytes()
     if held < needed:
         raise StorageReleased(

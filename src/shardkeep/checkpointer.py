@@ -234,7 +234,8 @@ def begin(
                 frozen = freeze(
                     captured, agreement.chosen, ranks.rank, mode=mode, room=room, lenient=target.lenient
                 )
-                ranks.settle("frozen")  # so that a save has begun on all ranks or on none
+                if mode != "sync":
+                    ranks.settle("frozen")  # so that a save has begun, and has a handle, on all ranks or none
     except BaseException:
         room.release()
         if agreement and ranks.rank == 0:
@@ -324,22 +325,23 @@ def _write(begun: Begun) -> RankResult:
 
 def _commit(begun: Begun, result: RankResult) -> Manifest:
     """Rank 0 commits what all have written. Once this rank's result is handed in, only rank 0 may remove
-    files: it alone knows whether they count.
+    files: it alone knows whether they count. Its own result does not travel.
     """
+    is_first = begun.ranks.rank == 0
     try:
-        results = begun.ranks.gather("written", msgspec.to_builtins(result))
+        data = begun.ranks.gather("written", b"" if is_first else msgspec.msgpack.encode(result))
     except BaseException as e:
-        if begun.ranks.rank == 0 or isinstance(e, RemoteError):
+        if is_first or isinstance(e, RemoteError):
             _remove(begun, list(result.files))
         raise
     manifest = None
-    if results is not None:
+    if data is not None:
         frozen, agreement = begun.frozen, begun.agreement
         with no_gc():
             manifest = commit.commit(
                 begun.target,
                 agreement.attempt,
-                msgspec.convert(results, list[RankResult]),
+                [result, *(msgspec.msgpack.decode(d, type=RankResult) for d in data[1:])],
                 dialect=frozen.dialect,
                 tensors=agreement.tensors,
                 common=frozen.common,

@@ -32,8 +32,8 @@ class Config:
     """
     io_threads: int = 0
     """Threads and files per rank; 0 takes the cores this process may use, at most 8."""
-    chunk_bytes: int = 1 * MIB
-    """Size of a checksum chunk and of a write."""
+    chunk_bytes: int = 4 * MIB
+    """Size of a checksum chunk, the least that a load reads. Background saves take at least 8 MiB."""
     split_bytes: int = 64 * MIB
     """A shard larger than this may be cut into several boxes so that the files of a rank balance."""
     checksum: str = "xxh3_128"
@@ -89,7 +89,7 @@ def beside_training(config: Config) -> Config:
     """The configuration of a save that runs in the background: it should cost the training thread little
     rather than end soon. Threads that were asked for stay.
     """
-    chunk_bytes = max(config.chunk_bytes, 32 * MIB)
+    chunk_bytes = max(config.chunk_bytes, 8 * MIB)
     return replace(
         config, io_threads=config.io_threads or min(2, config.num_threads), chunk_bytes=chunk_bytes
     )

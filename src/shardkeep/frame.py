@@ -13,7 +13,9 @@ log when it loads, stays that of the frame derived from.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
 import pickletools
 import struct
@@ -90,9 +92,11 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 @dataclass(slots=True)
 class _Script:
-    """torch's pickle of a tensor, cut at its integers: numel, storage offset, sizes, strides."""
+    """torch's pickle of a tensor as a format with places for its integers: numel, storage offset, sizes,
+    strides.
+    """
 
-    between: list[bytes]
+    form: bytes
     itemsize: int
     num_compared: int = 0
     is_usable: bool = True
@@ -104,20 +108,19 @@ class _Script:
             strides.append(numel)
             numel *= n
         strides.reverse()
-        parts = [b""] * (2 * len(self.between) - 1)
-        parts[::2] = self.between
-        parts[1::2] = map(_pickled_int, (numel, 0, *shape, *strides))
-        return b"".join(parts)
+        return self.form % tuple([_pickled_int(n) for n in (numel, 0, *shape, *strides)])
 
 
-@lru_cache(maxsize=4096)
 def _pickled_int(number: int) -> bytes:
     """As every pickler since protocol 1 writes an integer of up to 31 bits."""
     if number < 1 << 8:
-        return b"K" + number.to_bytes(1)
+        return _PICKLED_BYTES[number]
     if number < 1 << 16:
         return b"M" + number.to_bytes(2, "little")
     return b"J" + number.to_bytes(4, "little")
+
+
+_PICKLED_BYTES = [b"K" + number.to_bytes(1) for number in range(1 << 8)]
 
 
 @lru_cache(maxsize=512)
@@ -135,7 +138,7 @@ def _script(dtype: str, num_dims: int) -> _Script | None:
         return None
     edges = [0, *(edge for n in ints for edge in (ops[n][2], ops[n + 1][2])), len(pickled)]
     between = [pickled[low:high] for low, high in zip(edges[::2], edges[1::2], strict=True)]
-    return _Script(between, dtype_named(dtype).itemsize)
+    return _Script(b"%b".join(part.replace(b"%", b"%%") for part in between), dtype_named(dtype).itemsize)
 
 
 _templates: dict[
@@ -155,13 +158,14 @@ def _template(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, _Template, int
         return None
     pickled = script.pickled(shape)
     kind = len(pickled), num_bytes % _ALIGNMENT_BYTES
-    is_new = kind not in _templates
+    template = _templates.get(kind)
+    is_new = template is None and kind not in _templates
     if is_new:
         try:
             _templates[kind] = _Template(*_by_torch(dtype, shape), num_bytes)
         except (_Unknown, struct.error):
             _templates[kind] = None
-    template = _templates[kind]
+        template = _templates[kind]
     if template is None:
         return None
     if script.num_compared < _NUM_COMPARED and not is_new:
@@ -186,34 +190,37 @@ class _Form:
 
     def __init__(self, data: bytes, fields: dict[int, _Field]) -> None:
         form, at = "<", 0
-        places: dict[str, list[int]] = {"pickle": [], "crc": [], "num_bytes": [], "offset": [], "id": []}
-        number = 0
+        held: list[str] = []  # what each value of the struct is
         for start, (code, what) in sorted(fields.items()):
             form += f"{start - at}s{code}"
-            places[what].append(number + 1)
-            number += 2
+            held += ["constant", what]
             at = start + struct.calcsize(f"<{code}")
         self._struct = struct.Struct(f"{form}{len(data) - at}s")
-        self._values: list[Any] = list(self._struct.unpack(data))
-        self._places = places
-        self._offsets = [(n, self._values[n]) for n in places["offset"]]
+        self._held = [*held, "constant"]
+        values = self._struct.unpack(data)
+        pairs = list(zip(self._held, values, strict=True))
+        self._constants = [v for what, v in pairs if what in ("constant", "id")]
+        self._offsets = [v for what, v in pairs if what == "offset"]
+        self._in_order = operator.itemgetter(*self._order())
+
+    def _order(self) -> list[int]:
+        """Where `fill` has each value of the struct: constants, then what changes, then offsets."""
+        num = len(self._constants)
+        constants, offsets = itertools.count(), itertools.count(num + 3)
+        changing = {"pickle": num, "crc": num + 1, "num_bytes": num + 2}
+        return [
+            changing[what] if what in changing else next(offsets if what == "offset" else constants)
+            for what in self._held
+        ]
 
     def fill(self, pickled: bytes, crc: int, num_bytes: int, shift: int) -> bytes:
-        values = self._values.copy()
-        for n in self._places["pickle"]:
-            values[n] = pickled
-        for n in self._places["crc"]:
-            values[n] = crc
-        for n in self._places["num_bytes"]:
-            values[n] = num_bytes
-        for n, value in self._offsets:
-            values[n] = value + shift
-        return self._struct.pack(*values)
+        values = [*self._constants, pickled, crc, num_bytes, *[at + shift for at in self._offsets]]
+        return self._struct.pack(*self._in_order(values))
 
     def without_id(self, data: bytes) -> list[Any]:
         """The values of other data of this form, those that an id determines left out."""
         values = self._struct.unpack(data)
-        return [v for n, v in enumerate(values) if n not in self._places["id"]]
+        return [v for v, what in zip(values, self._held, strict=True) if what != "id"]
 
 
 class _Template:
@@ -237,7 +244,8 @@ class _Template:
         while at < end:
             at = self._add_entry(at)
         _require(self.pickled != b"")
-        self._forms = _Form(head, self._in_head), _Form(tail, self._in_tail)
+        in_tail = {len(head) + at: field for at, field in self._in_tail.items()}
+        self._form = _Form(head + tail, self._in_head | in_tail)
 
     def _add_entry(self, at: int) -> int:
         """Note the fields of a central directory's entry and of its record; returns the next one's place."""
@@ -270,14 +278,14 @@ class _Template:
     def derive(self, pickled: bytes, num_bytes: int) -> Frame:
         """The frame for another pickle and payload."""
         crc, shift = zlib.crc32(pickled), num_bytes - self._num_bytes
-        head, tail = (form.fill(pickled, crc, num_bytes, shift) for form in self._forms)
-        return head, tail
+        both = self._form.fill(pickled, crc, num_bytes, shift)
+        return both[: self.head_bytes], both[self.head_bytes :]
 
     def is_same(self, a: Frame, b: Frame) -> bool:
         """Whether two frames differ in their serialization ids alone."""
-        return [len(x) for x in a] == [len(x) for x in b] and all(
-            form.without_id(x) == form.without_id(y) for form, x, y in zip(self._forms, a, b, strict=True)
-        )
+        if [len(x) for x in a] != [len(x) for x in b]:
+            return False
+        return self._form.without_id(b"".join(a)) == self._form.without_id(b"".join(b))
 
 
 def _require(condition: bool) -> None:

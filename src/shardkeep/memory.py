@@ -19,7 +19,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
     Not `tensor.numpy()`: that marks the storage as not resizable for good, and a framework that offloads with
     `storage.resize_(0)` would fail at its next attempt."""
-    num_bytes = tensor.numel() * tensor.element_size()
+    num_bytes = tensor.nbytes
     if not num_bytes:
         return memoryview(b"")
     view: memoryview = _view(tensor.data_ptr(), num_bytes, _WRITABLE)

@@ -149,14 +149,22 @@ class Stager:
         self._events: dict[torch.device, list[torch.cuda.Event]] = {}
         self._ready = ready
 
+    def __enter__(self) -> Stager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After an error a copy may still be on its way into a slot, which the next save must not get yet."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """The tensor's bytes in row-major order. Each block is valid until the next one is asked for."""
         if tensor.is_cuda:
             with torch.cuda.stream(self._side_stream(tensor.device)):
                 yield from self._device_blocks(tensor)
             return
-        slot, view = self._slots[0], self._views[0]
-        for part in cut(tensor, slot.numel()):
+        for number, part in enumerate(cut(tensor, self._slots[0].numel())):
+            slot, view = self._slots[number % 2], self._views[number % 2]
             num_bytes = part.numel() * part.element_size()
             slot[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
             yield view[:num_bytes]
@@ -194,7 +202,8 @@ class Stager:
         waiting: tuple[memoryview, torch.cuda.Event | None] | None = None
         block = _Block(self._slots[0], block_bytes)
         for num_bytes, item in items:
-            if block.used_bytes + num_bytes > block.limit_bytes and block.used_bytes:
+            used_bytes = block.used_bytes
+            if used_bytes and used_bytes + num_bytes > block.limit_bytes:
                 full = self._settle(block)
                 if waiting:
                     yield _settled(*waiting)
@@ -207,11 +216,6 @@ class Stager:
         if waiting:
             yield _settled(*waiting)
         yield _settled(*full)
-
-    def finish(self) -> None:
-        """Wait until nothing is copied into the slots any more: after an error they serve another save."""
-        for stream in self._streams.values():
-            stream.synchronize()
 
     def _settle(self, block: _Block) -> tuple[memoryview, torch.cuda.Event | None]:
         """Copy what a block has collected; the event comes after copies from a device."""
@@ -249,19 +253,18 @@ class _Block:
         self.collected: list[tuple[int, torch.Tensor]] = []  # place in the slot, tensor
 
     def add(self, item: Item) -> None:
-        start = self.used_bytes
+        view, start = self.view, self.used_bytes
         for part in item:
             if isinstance(part, bytes):
-                view: bytes | memoryview = part
+                end = start + len(part)
+                view[start:end] = part
             elif is_direct(part):
-                view = host_bytes(part)
+                end = start + part.nbytes
+                view[start:end] = host_bytes(part)
             else:
+                end = start + part.nbytes
                 self.collected.append((start, part))
-                self.limit_bytes = len(self.view)
-                start += part.numel() * part.element_size()
-                continue
-            end = start + len(view)
-            self.view[start:end] = view
+                self.limit_bytes = len(view)
             start = end
         self.used_bytes = start
 

@@ -190,12 +190,8 @@ def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
     try:
         sink = _Sink(writer, job.config, job.batch_bytes)
-        with stage.ring(job.config).pair(job.slot_bytes) as slots:
-            stager = stage.Stager(slots, job.ready)
-            try:
-                _write_pieces(job, file, stager, sink)
-            finally:
-                stager.finish()
+        with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
+            _write_pieces(job, file, stager, sink)
         reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
         writer.abort()
@@ -208,8 +204,7 @@ def payload_digests(job: Job) -> Digests:
     """What the tensors of a job hold now, in the order of files and pieces. Reads everything."""
     _wait_until_ready(job)
     found: Digests = []
-    with stage.ring(job.config).pair(job.slot_bytes) as slots:
-        stager = stage.Stager(slots, job.ready)
+    with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
         for file in job.files:
             for piece in file.pieces:
                 shard = job.shards[piece.shard]
@@ -266,11 +261,13 @@ def _contents(job: Job, piece: Piece) -> tuple[bytes, bytes | torch.Tensor, byte
     shard = job.shards[piece.shard]
     if not isinstance(shard, TensorShard):
         return b"", job.payloads[piece.shard], b""
-    tensor, box = shard.tensor, shard.header.box
-    if piece.box is not box:
-        tensor = tensor.view(box.shape)[piece.box.slices_in(box)]
-    head, tail = frame(shard.header.dtype, piece.box.shape)
-    assert (len(head), len(tail)) == (piece.head_bytes, piece.tail_bytes), "a frame is not as it was laid out"
+    tensor, header = shard.tensor, shard.header
+    box = piece.box
+    if box is not header.box:
+        tensor = tensor.view(header.box.shape)[box.slices_in(header.box)]
+    head, tail = frame(header.dtype, box.shape)
+    is_as_laid_out = len(head) == piece.head_bytes and len(tail) == piece.tail_bytes
+    assert is_as_laid_out, "a frame is not as it was laid out"
     return head, tensor, tail
 
 

@@ -8,8 +8,6 @@ import torch
 import shardkeep as sk
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_lazy = pytest.mark.skipif(not hasattr(sk, "register_optimizer"), reason="no lazy capture")
-needs_prepare = pytest.mark.skipif(not hasattr(sk, "prepare"), reason="no sk.prepare")
 
 MIB = 1 << 20
 BUSY_CYCLES = 1_000_000_000  # about half a second, far longer than it takes to reach the copy

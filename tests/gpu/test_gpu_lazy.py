@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import shardkeep as sk
-from device import CONFIG, MIB, keep_busy, needs_gpu, needs_lazy, same_bits
+from device import CONFIG, MIB, keep_busy, needs_gpu, same_bits
 from shardkeep import stage
 
-pytestmark = [needs_gpu, needs_lazy]
+pytestmark = needs_gpu
 
 
 class Training:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from device import CONFIG, DTYPES, MIB, keep_busy, needs_gpu, needs_prepare, random, same_bits
+from device import CONFIG, DTYPES, MIB, keep_busy, needs_gpu, random, same_bits
 from shardkeep.bench.machine import PeakMemory
 
 pytestmark = needs_gpu
@@ -206,7 +206,6 @@ def test_torchs_page_locked_cache_is_left_alone(tmp_path: Path) -> None:
     assert torch.cuda.host_memory_stats() == before
 
 
-@needs_prepare
 @pytest.mark.slow
 def test_after_prepare_the_first_snapshot_allocates_nothing(tmpfs: Path) -> None:
     state = {f"w{i}": torch.randn(64 * MIB // 4, device="cuda") for i in range(16)}

@@ -5,7 +5,8 @@ the launching thread limits (thousands of tiny kernels), which any other Python 
 is forward and backward: that is what runs while the state streams; the optimizer's step ends the streaming by
 waiting for it. Each round times the loop alone, beside a save, and alone again, each for about as long and
 without a pause, since a GPU that has rested runs faster for a while; the mean counts, so that a few long
-steps are not lost. What was saved is then compared with the state from before the optimizer stepped.
+steps are not lost. As in training, a step is launched before the one before it has ended. What was saved is
+then compared with the state from before the optimizer stepped.
 The number of threads is shardkeep's own choice here: fewer than a synchronous save takes.
 """
 
@@ -23,14 +24,13 @@ from pathlib import Path
 import torch
 
 import shardkeep as sk
-from shardkeep.bench import ours
 from shardkeep.bench.config import BenchOptions
 from shardkeep.bench.contestant import State, WrongBytes
 from shardkeep.bench.machine import synchronize
 from shardkeep.bench.rows import Row
 from shardkeep.bench.speed import make_state
 
-_WARM_S = 1.0
+_WARM_S = {"cuda": 4.0, "cpu": 0.5}
 _ALONE_S = {"cuda": 2.0, "cpu": 0.7}
 Step = Callable[[], object]
 
@@ -47,10 +47,8 @@ class Beside:
 
 
 def run(options: BenchOptions) -> list[Row]:
-    """Rows of the section; absent while shardkeep has no lazy capture."""
+    """Rows of the section."""
     loops = (("compute-bound", compute_bound, 3.0), ("launch-bound", launch_bound, 10.0))
-    if not ours.has_lazy():
-        return [_row(name, limit, None) for name, _, limit in loops]
     saved = Saved(options)
     return [
         _row(name, limit, saved.beside(build(options.device), options.rounds)) for name, build, limit in loops
@@ -93,43 +91,39 @@ class Saved:
         state = make_state(options, 0, 1)
         self._parameters = {key: torch.nn.Parameter(tensor) for key, tensor in state.items()}
         self._optimizer = torch.optim.SGD(self._parameters.values(), lr=0.1)
-        ours.register(self._optimizer)
+        sk.register_optimizer(self._optimizer)
         self._target: State = {key: torch.empty_like(tensor) for key, tensor in state.items()}
 
     def beside(self, step: Step, num_rounds: int) -> Beside:
-        """Rounds of one loop; the first save, which allocates, is not among them."""
+        """Rounds of one loop; what only a first save has to do is done before."""
         found = Beside()
-        for number in range(num_rounds + 1):
+        sk.prepare(self._parameters, capture="lazy")
+        for _ in range(num_rounds):
             with tempfile.TemporaryDirectory(dir=self._options.path, prefix="shardkeep-bench-") as scratch:
-                self._round(step, Path(scratch) / "checkpoint", Beside() if number == 0 else found)
+                self._round(step, Path(scratch) / "checkpoint", found)
         return found
 
     def _round(self, step: Step, path: Path, found: Beside) -> None:
         changing = next(iter(self._parameters.values()))
         before = changing.detach().clone()
-        self._for(_WARM_S, step)
-        alone = self._for(_ALONE_S[self._options.device], step)
+        loop = _Loop(step, self._options.device)
+        loop.go_on(_WARM_S[self._options.device])
+        alone = loop.go_on(_ALONE_S[self._options.device])
         start = time.perf_counter()
         handle = sk.save_async(self._parameters, path, capture="lazy")
         found.stall_ms.append((time.perf_counter() - start) * 1e3)
-        beside = self._until_captured(step, handle)
+        beside = self._until_captured(loop, handle)
         found.streamed_s.append(time.perf_counter() - start)
         found.optimizer_wait_ms.append(self._optimizer_step(changing) * 1e3)
         handle.wait()
-        alone += self._for(_ALONE_S[self._options.device], step)
+        alone += loop.go_on(_ALONE_S[self._options.device])
         found.num_steps.append(len(beside))
         if beside:
             found.slowdown_percent.append((statistics.mean(beside) / statistics.mean(alone) - 1) * 100)
         self._check(path, changing, before)
         shutil.rmtree(path)
 
-    def _for(self, duration_s: float, step: Step) -> list[float]:
-        seconds: list[float] = []
-        while sum(seconds) < duration_s:
-            seconds.append(self._timed(step))
-        return seconds
-
-    def _until_captured(self, step: Step, handle: sk.SaveHandle[sk.SaveReport]) -> list[float]:
+    def _until_captured(self, loop: _Loop, handle: sk.SaveHandle[sk.SaveReport]) -> list[float]:
         """Step while the state streams; the last step, which may have run beyond, is left out."""
         captured, seconds = threading.Event(), list[float]()
 
@@ -140,22 +134,18 @@ class Saved:
                 captured.set()
 
         threading.Thread(target=watch, name="bench-captured", daemon=True).start()
+        loop.pause()
         while not captured.is_set():
-            seconds.append(self._timed(step))
+            seconds.append(loop.step())
         return seconds[:-1]
 
     def _optimizer_step(self, changing: torch.nn.Parameter) -> float:
         changing.grad = torch.ones_like(changing)
+        synchronize(self._options.device)
         start = time.perf_counter()
         self._optimizer.step()
         synchronize(self._options.device)
         changing.grad = None
-        return time.perf_counter() - start
-
-    def _timed(self, step: Step) -> float:
-        start = time.perf_counter()
-        step()
-        synchronize(self._options.device)
         return time.perf_counter() - start
 
     def _check(self, path: Path, changing: torch.nn.Parameter, before: torch.Tensor) -> None:
@@ -166,24 +156,52 @@ class Saved:
                 raise WrongBytes(f"a lazy save beside training did not keep {key} as it was at the call")
 
 
-def _row(name: str, limit: float, found: Beside | None) -> Row:
-    slowdown = statistics.median(found.slowdown_percent) if found and found.slowdown_percent else None
-    note = ""
-    if found:
-        steps, streamed_s, stall_ms, wait_ms = (
-            statistics.median(values)
-            for values in (found.num_steps, found.streamed_s, found.stall_ms, found.optimizer_wait_ms)
-        )
-        note = (
-            f"{steps:.0f} steps beside {streamed_s:.2f} s of streaming; stall {stall_ms:.1f} ms; "
-            f"optimizer step {wait_ms:.1f} ms"
-        )
+class _Loop:
+    """Steps, each launched before the one before it has ended."""
+
+    def __init__(self, step: Step, device: str) -> None:
+        self._step = step
+        self._on_device = device == "cuda"
+        self._launched: torch.cuda.Event | None = None
+        self._last = time.perf_counter()
+
+    def pause(self) -> None:
+        """What follows is not part of a step."""
+        self._last = time.perf_counter()
+
+    def step(self) -> float:
+        """Launch a step and wait for the one before; seconds since the last call."""
+        self._step()
+        if self._on_device:
+            before, self._launched = self._launched, torch.cuda.current_stream().record_event()
+            if before is not None:
+                before.synchronize()
+        now = time.perf_counter()
+        took_s, self._last = now - self._last, now
+        return took_s
+
+    def go_on(self, duration_s: float) -> list[float]:
+        """Steps for about this long; seconds of each."""
+        self.pause()
+        seconds: list[float] = []
+        while sum(seconds) < duration_s:
+            seconds.append(self.step())
+        return seconds
+
+
+def _row(name: str, limit: float, found: Beside) -> Row:
+    steps, streamed_s, stall_ms, wait_ms = (
+        statistics.median(values)
+        for values in (found.num_steps, found.streamed_s, found.stall_ms, found.optimizer_wait_ms)
+    )
+    slowdown = statistics.median(found.slowdown_percent) if found.slowdown_percent else None
     return Row(
         what=f"slowdown of a {name} loop beside a lazy save",
         target=limit,
         sense="<=",
         reached=slowdown,
         unit="%",
-        note=note,
-        error="no whole step fitted beside the save: raise --gib" if found and slowdown is None else None,
+        note=f"{steps:.0f} steps beside {streamed_s:.2f} s of streaming; stall {stall_ms:.1f} ms; "
+        f"optimizer step {wait_ms:.1f} ms",
+        error="no whole step fitted beside the save: raise --gib" if slowdown is None else None,
     )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import shardkeep as sk
-from shardkeep.bench import bare, gpt, ours
+from shardkeep.bench import bare, gpt
 from shardkeep.bench.machine import PeakMemory, synchronize
 from shardkeep.bench.memory import STAGING_BYTES
 from shardkeep.bench.peers import cuda_or_nothing, dcp
@@ -96,8 +96,7 @@ class Measuring:
         self.found["step_s"] = [self._timed(self._train_step)[0] for _ in range(self.options.steps)]
         self.state = self.job.state(gpt.FAST)
         self.found["sharded_state_dict_s"] = self._timed(lambda: self.job.state(gpt.FAST))[0]
-        if hasattr(sk, "prepare"):
-            self.found["prepare_s"] = self._timed(lambda: sk.prepare(self.state, self.options.config))[0]
+        self.found["prepare_s"] = self._timed(lambda: sk.prepare(self.state, self.options.config))[0]
         self.found["paths"] = [self._on(path) for path in self.options.paths]
         self.found["lazy"] = self._lazy(self._new(self.options.paths[0]))
         self.found["peers"] = self._peers(self.options.paths[0]) if self.options.peers else {}
@@ -160,13 +159,9 @@ class Measuring:
         on["write_s"].append(self._timed(partial(files.save, path))[0])
         on["read_s"].append(self._timed(partial(files.load, path))[0])
 
-    def _lazy(self, path: Path) -> dict[str, Any] | None:
-        """Forward and backward beside a lazy save; the optimizer steps when it is captured. None where there
-        is no lazy capture.
-        """
-        if not ours.has_lazy():
-            return None
-        ours.register(self.job.optimizer)
+    def _lazy(self, path: Path) -> dict[str, Any]:
+        """Forward and backward beside a lazy save; the optimizer steps when it is captured."""
+        sk.register_optimizer(self.job.optimizer)
         before = gpt.digests(self.state)
         alone = self._micro_steps(lambda: False, self.options.steps)
         stall_s, handle = self._timed(

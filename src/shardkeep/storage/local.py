@@ -4,7 +4,6 @@ GIL).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,16 +12,6 @@ from contextlib import suppress
 from shardkeep.storage import TEMPORARY, Buffer, mount
 
 _MAX_PARTS = 512  # below IOV_MAX (1024) of every Linux
-
-# The disk begins while there is still more to write, so the fsync at the end has less to wait for: 1.1 to 1.4
-# times the speed of a plain writer on ext4, 1.0 to 1.6 times that of a whole save; on tmpfs nothing.
-# Preallocation halves the speed on tmpfs, dropping written pages from the cache gains nothing
-# (benchmarks/writers.py, benchmarks/results/writers_*.json).
-_WRITE_BACK_BYTES = 32 << 20
-_SYNC_FILE_RANGE_WRITE = 2  # <fcntl.h>; without waiting, so a write error is left for fsync to report
-
-_sync_file_range = ctypes.CDLL(None).sync_file_range
-_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class LocalStorage:
@@ -114,15 +103,10 @@ class LocalWriter:
         self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._end = 0
-        self._written_back = 0  # the kernel has been asked to write the bytes before this to the disk
 
     def append(self, parts: Sequence[Buffer]) -> None:
         for start in range(0, len(parts), _MAX_PARTS):
             self._end = _write_all(self._fd, parts[start : start + _MAX_PARTS], self._end)
-        num_bytes = self._end - self._written_back
-        if num_bytes >= _WRITE_BACK_BYTES:  # a file system that cannot do it answers with an error: no matter
-            _sync_file_range(self._fd, self._written_back, num_bytes, _SYNC_FILE_RANGE_WRITE)
-            self._written_back = self._end
 
     def close(self, *, durable: bool) -> None:
         try:
