@@ -148,14 +148,15 @@ class Begun:
         try:
             self.hold.wait()
         except BaseException as e:  # interrupted: the caller has control again, and may change the state
+            self.stop.set()
             self.hold.fail(SaveFailed(f"interrupted while the state was read: {type(e).__name__}"))
             raise
 
     def cancel(self) -> None:
-        """Write no more, and let training go on at once: what is still read will not be committed."""
+        """Write no more. A save that waits for its turn lets training go on at once."""
         self.stop.set()
         if self.hold:
-            self.hold.fail(Cancelled("the save was cancelled", path=self.target.storage.url))
+            self.hold.cancel(Cancelled("the save was cancelled", path=self.target.storage.url))
 
     @contextmanager
     def or_abandoned(self) -> Iterator[None]:
@@ -263,6 +264,8 @@ def finish(begun: Begun) -> SaveReport:
     ranks, phases = begun.ranks, begun.phases
     try:
         with sharing(ranks, SaveFailed):
+            if begun.hold:
+                begun.hold.start()
             with phases("write"):
                 result = _write(begun)
             with phases("commit"):

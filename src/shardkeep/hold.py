@@ -39,7 +39,21 @@ class Hold:
         self.seconds = 0.0  # until it ended
         self._path, self._deadline_s = path, deadline_s
         self._start = time.perf_counter()
+        self._is_reading = False
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Threads read the state from now on. Raises the error with which the hold has ended, if it has."""
+        with self._lock:
+            self._is_reading = True
+        if self.ended.done():
+            self.ended.result()
+
+    def cancel(self, error: BaseException) -> None:
+        """End badly, unless threads read already: what they read may not be released under them, and they
+        stop soon.
+        """
+        self._end(error, even_reading=False)
 
     def release(self) -> None:
         """All bytes are read. Raises the error with which the hold has ended before, if it has."""
@@ -64,9 +78,9 @@ class Hold:
                 )
             )
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, *, even_reading: bool = True) -> None:
         with self._lock:
-            if self.ended.done():
+            if self.ended.done() or (self._is_reading and not even_reading):
                 return
             self.seconds = time.perf_counter() - self._start
             self.ended.set_exception(error) if error else self.ended.set_result(None)
