@@ -325,3 +325,18 @@ def test_a_process_that_exits_waits_for_its_saves_and_says_so(tmp_path: Path) ->
     assert "failed" not in done.stderr
     assert [loaded(tmp_path / "0"), loaded(tmp_path / "1")] == [0.0, 1.0]
     assert time.monotonic() - start > 1.0
+
+
+def test_work_that_is_not_taken_is_not_waited_for(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a process that has begun to exit."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(background._pool, "submit", refuse)
+    with pytest.raises(RuntimeError, match="cannot schedule"):
+        background.submit(lambda: 1)
+    assert background.in_flight() == 0
+    background.wait_all()

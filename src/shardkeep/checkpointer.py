@@ -175,6 +175,7 @@ class Begun:
         """Give up a save that will not be finished: its memory, and on rank 0 its files. Nobody waits for
         it.
         """
+        self.stop.set()
         self.let_go(error)
         self.ranks.fail(as_shared(error, self.ranks, SaveFailed))
         self.ranks.finish()
@@ -264,8 +265,6 @@ def finish(begun: Begun) -> SaveReport:
     ranks, phases = begun.ranks, begun.phases
     try:
         with sharing(ranks, SaveFailed):
-            if begun.hold:
-                begun.hold.start()
             with phases("write"):
                 result = _write(begun)
             with phases("commit"):
@@ -317,6 +316,8 @@ def _write(begun: Begun) -> RankResult:
     """This rank's files, durable; on an error none of them is left."""
     job = _job(begun)
     try:
+        if begun.hold:
+            begun.hold.start()
         stored = write.write_files(job)
         if begun.config.durable:
             begun.target.storage.sync()

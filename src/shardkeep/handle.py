@@ -155,8 +155,8 @@ class Background:
         """
         handle: SaveHandle[T] = SaveHandle(cancel, captured)
         with self._lock:
+            self._pool.submit(handle.run, work)  # may raise: then nobody is to wait for the handle
             self._handles.append(handle)  # type: ignore[arg-type]
-        self._pool.submit(handle.run, work)
         return handle
 
     def raise_unseen(self) -> None:
