@@ -14,31 +14,28 @@ Collective over the default process group, or for one process alone. `begin` hol
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-import msgspec
-
-from shardkeep import commit, layout, stage, write
-from shardkeep.agree import Agreement, agree, plan_together
+from shardkeep import commit, stage, write
+from shardkeep.agree import agree, plan_together
+from shardkeep.begun import Begun
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
 from shardkeep.config import Config, beside_training, resolve
-from shardkeep.coordinate import Coordinator, RemoteError, as_shared, open_session, session, sharing
-from shardkeep.errors import Cancelled, LoadFailed, SaveFailed, StateChanged
-from shardkeep.freeze import Frozen, Room, freeze, make_room
+from shardkeep.coordinate import Coordinator, open_session, session, sharing
+from shardkeep.errors import LoadFailed, SaveFailed
+from shardkeep.freeze import Room, freeze, make_room
 from shardkeep.handle import SaveHandle, background
-from shardkeep.hold import Hold, hold
+from shardkeep.hold import hold
 from shardkeep.loading import Judge, Loading, load_together
 from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
 from shardkeep.restore import Template, require_equal, template
 from shardkeep.storage import storage_for
-from shardkeep.types import Captured, CaptureMode, LoadReport, Manifest, RankResult, SaveReport, Target
+from shardkeep.types import Captured, CaptureMode, LoadReport, SaveReport, Target
 
 T = TypeVar("T", bound=Template)
 Pathlike = str | os.PathLike[str]
@@ -120,94 +117,6 @@ def background_mode(capture: str) -> CaptureMode:
     return cast(CaptureMode, capture)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A save whose state is captured and agreed on: everything that `finish` needs."""
-
-    ranks: Coordinator
-    target: Target
-    config: Config
-    mode: CaptureMode
-    agreement: Agreement
-    frozen: Frozen
-    phases: Phases
-    stall_s: float
-    hold: Hold | None
-    stop: threading.Event = field(default_factory=threading.Event)
-    digests: write.Digests = field(default_factory=list)  # of tensors that are read later, for debugging
-
-    @property
-    def captured(self) -> list[Future[None]]:
-        """What has to end before the state may change."""
-        return [self.hold.ended] if self.hold else []
-
-    def wait_unguarded(self) -> None:
-        """Block while the state is read, if nothing but the caller keeps it from changing."""
-        if not self.hold or not self.frozen.unguarded:
-            return
-        try:
-            self.hold.wait()
-        except BaseException as e:  # interrupted: the caller has control again, and may change the state
-            self.stop.set()
-            self.hold.fail(SaveFailed(f"interrupted while the state was read: {type(e).__name__}"))
-            raise
-
-    def cancel(self) -> None:
-        """Write no more. A save that waits for its turn lets training go on at once."""
-        self.stop.set()
-        if self.hold:
-            self.hold.cancel(Cancelled("the save was cancelled", path=self.target.storage.url))
-
-    @contextmanager
-    def or_abandoned(self) -> Iterator[None]:
-        """Give the save up if what lies between `begin` and `finish` fails."""
-        try:
-            yield
-        except BaseException as e:
-            self.abandon(e)
-            raise
-
-    def held_s(self) -> float:
-        """How long the training thread was held."""
-        return self.stall_s + (self.hold.seconds if self.hold and self.frozen.unguarded else 0.0)
-
-    def abandon(self, error: BaseException) -> None:
-        """Give up a save that will not be finished: its memory, and on rank 0 its files. Nobody waits for
-        it.
-        """
-        self.stop.set()
-        self.let_go(error)
-        self.ranks.fail(as_shared(error, self.ranks, SaveFailed))
-        self.ranks.finish()
-        if self.ranks.rank == 0:
-            commit.abandon(self.target.storage, self.agreement.attempt)
-
-    def state_read(self, job: write.Job) -> None:
-        """Every byte of the state has been read: nothing of it is referred to any more, and it may change."""
-        if self.digests:
-            _require_unchanged(self.digests, write.payload_digests(job))
-        self.frozen.shards.clear()
-        if self.hold:
-            self.hold.release()
-
-    def let_go(self, error: BaseException | None) -> None:
-        """The save has ended: its memory goes, and whoever waits for the hold goes on."""
-        self.frozen.room.release()
-        if self.hold and error:
-            self.hold.fail(error)
-
-
-def _require_unchanged(before: write.Digests, after: write.Digests) -> None:
-    for (key, digest), (_, now) in zip(before, after, strict=True):
-        if digest != now:
-            raise StateChanged(
-                "a tensor changed while a lazy save was reading it",
-                key=key,
-                remedy="Call handle.wait_captured() before anything but a registered optimizer's step changes"
-                " it.",
-            )
-
-
 def begin(
     state: Mapping[str, Any],
     target: Target,
@@ -256,7 +165,7 @@ def begin(
     )
     if config.check_capture and begun.hold:
         with begun.or_abandoned():
-            begun.digests.extend(write.payload_digests(_job(begun)))
+            begun.digests.extend(write.payload_digests(begun.job()))
     return begun
 
 
@@ -266,9 +175,9 @@ def finish(begun: Begun) -> SaveReport:
     try:
         with sharing(ranks, SaveFailed):
             with phases("write"):
-                result = _write(begun)
+                result = begun.write_share()
             with phases("commit"):
-                manifest = _commit(begun, result)
+                manifest = begun.commit_together(result)
         ranks.finish()
     except BaseException as e:
         begun.let_go(e)
@@ -284,80 +193,6 @@ def finish(begun: Begun) -> SaveReport:
         stall_s=begun.held_s(),
         manifest_digest=manifest.digest,
     )
-
-
-def _job(begun: Begun) -> write.Job:
-    """This rank's share as files."""
-    frozen = begun.frozen
-    with no_gc():
-        files = layout.layout(
-            frozen.headers,
-            begun.agreement.chosen,
-            frozen.payloads,
-            rank=begun.ranks.rank,
-            attempt=begun.agreement.attempt,
-            config=begun.config,
-        )
-    return write.Job(
-        storage=begun.target.storage,
-        files=files,
-        shards=frozen.shards,
-        payloads=frozen.payloads,
-        config=begun.config,
-        ready=frozen.ready,
-        device=frozen.device,
-        quiet=begun.mode != "sync",
-        stop=begun.stop,
-        read=begun.state_read,
-    )
-
-
-def _write(begun: Begun) -> RankResult:
-    """This rank's files, durable; on an error none of them is left."""
-    job = _job(begun)
-    try:
-        if begun.hold:
-            begun.hold.start()
-        stored = write.write_files(job)
-        if begun.config.durable:
-            begun.target.storage.sync()
-    except BaseException:
-        _remove(begun, [f.name for f in job.files])
-        raise
-    return write.result(job.files, stored, begun.frozen)
-
-
-def _commit(begun: Begun, result: RankResult) -> Manifest:
-    """Rank 0 commits what all have written. Once this rank's result is handed in, only rank 0 may remove
-    files: it alone knows whether they count. Its own result does not travel.
-    """
-    is_first = begun.ranks.rank == 0
-    try:
-        data = begun.ranks.gather("written", b"" if is_first else msgspec.msgpack.encode(result))
-    except BaseException as e:
-        if is_first or isinstance(e, RemoteError):
-            _remove(begun, list(result.files))
-        raise
-    manifest = None
-    if data is not None:
-        frozen, agreement = begun.frozen, begun.agreement
-        with no_gc():
-            manifest = commit.commit(
-                begun.target,
-                agreement.attempt,
-                [result, *(msgspec.msgpack.decode(d, type=RankResult) for d in data[1:])],
-                dialect=frozen.dialect,
-                tensors=agreement.tensors,
-                common=frozen.common,
-                config=begun.config,
-            )
-    return msgspec.convert(begun.ranks.broadcast("committed", msgspec.to_builtins(manifest)), Manifest)
-
-
-def _remove(begun: Begun, files: list[str]) -> None:
-    commit.remove_files(begun.target.storage, files)
-    if begun.ranks.rank == 0:
-        commit.abandon(begun.target.storage, begun.agreement.attempt)
 
 
 def load(

@@ -24,6 +24,7 @@ import msgspec
 
 from shardkeep import checkpointer
 from shardkeep import manifest as names
+from shardkeep.begun import Begun
 from shardkeep.config import Config, resolve
 from shardkeep.coordinate import Coordinator, is_shared, open_session, sharing, tell
 from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
@@ -74,7 +75,7 @@ class Run:
         `lazy`, held: see `shardkeep.save_async`). Collective.
         """
         mode = checkpointer.background_mode(capture)
-        begun: dict[str, checkpointer.Begun] = {}
+        begun: dict[str, Begun] = {}
         try:
             for name, state in components.items():
                 begun[name] = self._begin(step, name, state, mode)
@@ -209,7 +210,7 @@ class Run:
             )
         return manifest
 
-    def _begin(self, step: int, name: str, state: Mapping[str, Any], mode: CaptureMode) -> checkpointer.Begun:
+    def _begin(self, step: int, name: str, state: Mapping[str, Any], mode: CaptureMode) -> Begun:
         return checkpointer.begin(state, self.target(step, name), self._config, mode=mode)
 
     def _session(self, step: int) -> Coordinator:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from shardkeep import checkpointer, columns, plan
+from shardkeep.begun import Begun
 from shardkeep.config import resolve
 from shardkeep.coordinate import Coordinator
 from shardkeep.errors import ShardkeepError
@@ -112,7 +113,7 @@ class PendingSave:
     finalize function.
     """
 
-    def __init__(self, begun: checkpointer.Begun) -> None:
+    def __init__(self, begun: Begun) -> None:
         self._begun = begun
         self._writing: SaveHandle[SaveReport] | None = None
         self.report: SaveReport | None = None
