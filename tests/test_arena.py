@@ -80,14 +80,6 @@ def test_memory_that_the_system_refuses_is_none(monkeypatch: pytest.MonkeyPatch)
     assert Arena().take(1000) is None
 
 
-def test_reserved_memory_is_what_the_next_snapshot_takes(allocations: list[int]) -> None:
-    arena = Arena()
-    assert arena.reserve(8000)
-    assert arena.take(8000, limit_bytes=0) is not None
-    assert not arena.reserve(8000, limit_bytes=100)
-    assert allocations == [8000]
-
-
 def test_components_of_different_sizes_find_their_segments_again(allocations: list[int]) -> None:
     """A step saves a small and a large component, both in flight; its second time allocates nothing."""
     arena = Arena()

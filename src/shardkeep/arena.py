@@ -73,13 +73,6 @@ class Arena:
                 segment.is_taken = False
                 self._idle.append(segment.buffer)
 
-    def reserve(self, num_bytes: int, limit_bytes: int | None = None) -> bool:
-        """See to it that an idle segment of `num_bytes` is there; False if the limit refuses it."""
-        segment = self.take(num_bytes, limit_bytes)
-        if segment is not None:
-            self.give_back(segment)
-        return segment is not None
-
     def _best(self, num_bytes: int) -> torch.Tensor | None:
         return min((b for b in self._idle if b.numel() >= num_bytes), key=torch.Tensor.numel, default=None)
 

@@ -76,7 +76,7 @@ def save_async(
 
 def prepare(state: Mapping[str, Any], config: Config | None = None, *, capture: str = "snapshot") -> None:
     """Do ahead of the first save what only a first save has to: plan, and allocate and pin its memory (for a
-    GPU's state some 0.7 s a GiB). Collective; nothing is written, and `state` is only looked at.
+    GPU's state about half a second a GiB). Collective; nothing is written, and `state` is only looked at.
     """
     config, mode = resolve(config), background_mode(capture)
     phases = Phases("prepare", "")

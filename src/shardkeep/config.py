@@ -42,7 +42,7 @@ class Config:
     """Longest wait for another rank, in seconds; the error names the ranks that are missing."""
     read_once: str = "auto"
     """Whether a load reads each byte that several ranks need from storage once and sends it to the others:
-    `on`, `off`, or `auto`, which is on for object stores and network file systems. Rank 0's setting counts.
+    `on`, `off`, or `auto`, which is on for network file systems. Rank 0's setting counts.
     """
     check_capture: bool = False
     """For debugging: a lazy save reads the state twice and fails if anything has changed it in between. The

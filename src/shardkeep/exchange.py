@@ -40,11 +40,11 @@ from shardkeep.fetch import (
     Scratch,
     as_load_error,
     load_archive,
-    memory,
     part_for,
     read_checked,
     wait_for,
 )
+from shardkeep.memory import bytes_at
 from shardkeep.once import OWN, Share
 from shardkeep.ranges import Unit
 from shardkeep.stage import current_device, use_device
@@ -306,7 +306,7 @@ class _Exchange:
                 return False
             data = part_for(slot, task.own[0], task.start, task.end)
             address = data.data_ptr()
-        into = memory(address, task.end - task.start)
+        into = bytes_at(address, task.end - task.start)
         self._count_reading(1)
         read_checked(reader, job.checker, task.file, job.url, task.start, into)
         self._count_reading(-1)
@@ -343,7 +343,7 @@ class _Exchange:
         if not unit.address:
             assert slot is not None
             data = part_for(slot, unit, unit.start, unit.end)
-        into = memory(unit.address or data.data_ptr(), unit.end - unit.start)  # type: ignore[union-attr]
+        into = bytes_at(unit.address or data.data_ptr(), unit.end - unit.start)  # type: ignore[union-attr]
         incoming.fill(into, self.moved)
         self._inbox.again(incoming)
         job.checker.check(unit.file, unit.start, into)

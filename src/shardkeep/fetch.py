@@ -28,6 +28,7 @@ import xxhash
 from shardkeep.catalog import Catalog
 from shardkeep.config import Config, resolve
 from shardkeep.errors import Corrupt, LoadFailed, ShardkeepError
+from shardkeep.memory import bytes_at
 from shardkeep.ranges import Archive, Flat, Strided, Unit
 from shardkeep.stage import allocate_pair, current_device, free, ring, use_device
 from shardkeep.storage import Reader, Storage
@@ -35,16 +36,6 @@ from shardkeep.storage import Reader, Storage
 DIGEST_BYTES = 16
 _ALIGN_BYTES = 64
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # any dtype of that size: bits are moved, not values
-
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_WRITE = 0x200
-
-
-def memory(address: int, num_bytes: int) -> memoryview:
-    """Writable bytes at an address; the caller keeps the owner alive."""
-    return _view(address, num_bytes, _WRITE)  # type: ignore[no-any-return]
 
 
 class Checker:
@@ -245,7 +236,7 @@ class _Worker:
             self._copied[self._turn] = self._placer.mark()
 
     def _read(self, reader: Reader, unit: Unit, address: int) -> None:
-        into = memory(address, unit.end - unit.start)
+        into = bytes_at(address, unit.end - unit.start)
         read_checked(reader, self._checker, unit.file, self._url, unit.start, into)
 
 
@@ -393,5 +384,5 @@ def _copy_words(out: torch.Tensor, address: int, strides: tuple[int, ...], items
 def _array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], word: np.dtype[Any]) -> Any:
     extent = (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * word.itemsize
     return np.ndarray(
-        shape, word, buffer=memory(address, extent), strides=[s * word.itemsize for s in strides]
+        shape, word, buffer=bytes_at(address, extent), strides=[s * word.itemsize for s in strides]
     )

@@ -22,8 +22,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     num_bytes = tensor.nbytes
     if not num_bytes:
         return memoryview(b"")
-    view: memoryview = _view(tensor.data_ptr(), num_bytes, _WRITABLE)
-    return view
+    return bytes_at(tensor.data_ptr(), num_bytes)
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """Writable bytes at an address; the caller keeps their owner alive."""
+    return _view(address, num_bytes, _WRITABLE)  # type: ignore[no-any-return]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ _FEW_THREADS = 4
 _BATCH_BYTES = 512 << 10
 _BATCH_OF_MANY_BYTES = 4 << 20
 
-# Beside training each return to Python costs the training thread some 70 us, when it holds the GIL to launch
-# kernels (measured on an H200): then few threads make few calls, each of many bytes.
+# Beside training each return to Python takes the GIL from a thread that launches kernels: then few threads
+# make few calls, each of many bytes (chosen on an H200, see `shardkeep bench --sections beside`).
 _QUIET_SLOT_BYTES = 64 << 20
 _PACKED_BYTES = 128 << 10  # pieces up to this size are copied together before they are hashed and written
 
