@@ -274,6 +274,17 @@ def test_without_proc_the_c_library_s_numbers_count(tmp_path: Path) -> None:
     assert 0 < free.num_bytes < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_without_a_raylet_and_dev_shm_ray_s_share_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "joined_ray", lambda: False)
+    before = budget.free_bytes(tmp_path)
+    monkeypatch.setattr(budget, "joined_ray", lambda: True)
+    free = budget.free_bytes(tmp_path)
+    assert free.num_bytes < before.num_bytes
+    assert "kept for Ray's object store" in free.limited_by
+
+
 def test_processes_under_one_limit_are_of_one_node(tree: Tree) -> None:
     """Slurm gives each task a cgroup; the limit is the job's."""
     for task in range(2):

@@ -413,11 +413,8 @@ def watch_scratch(directory: str, chunk_bytes: int, read_once: str, staging_byte
         allocated.append(num_bytes)
         return allocate(num_bytes)
 
-    from shardkeep import fetch
-
     patch = pytest.MonkeyPatch()
     patch.setattr(stage, "allocate", watched)
-    patch.setattr(fetch, "allocate", watched)
     stage._rings.clear()
     try:
         state = {"w": torch.zeros(700, 600).t(), "v": torch.zeros(1000, 300)[:, ::3]}

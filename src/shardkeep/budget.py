@@ -295,7 +295,10 @@ def _object_store_unused(root: Path, raylet: int | None, total: int) -> int:
     if stores is not None:
         return sum(max(0, s.st_size - s.st_blocks * 512) for s in stores)
     # Ray's default: 30 % of the memory, at most 200 GB and 95 % of what /dev/shm holds.
-    shm = os.statvfs(root / "dev/shm")
+    try:
+        shm = os.statvfs(root / "dev/shm")
+    except OSError:  # then the store lies elsewhere, and how much of it is memory is not known
+        return int(min(0.3 * total, 200e9))
     return int(min(0.3 * total, 200e9, 0.95 * shm.f_bavail * shm.f_bsize))
 
 
