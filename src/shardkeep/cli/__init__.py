@@ -56,7 +56,7 @@ def demo(config: Annotated[DemoConfig | None, Parameter(name="*")] = None) -> in
 def bench(options: Annotated[BenchOptions | None, Parameter(name="*")] = None) -> int:
     """Measure saves and loads on this machine, as ratios to the hardware and to torch DCP and megatron-core.
 
-    Takes about two minutes with the defaults. Exit code 0 if every goal that applies was reached, 1 if not.
+    Takes about four minutes with the defaults. Exit code 0 if every goal that applies was reached, 1 if not.
     """
     from shardkeep.bench.main import run as run_bench
 
