@@ -126,16 +126,21 @@ def test_a_save_and_a_load_take_their_ring_and_little_more(tmp_path: Path) -> No
 
 
 def growth(directory: str) -> dict[str, list[int]]:
-    """Anonymous memory in MiB after each of 50 saves of the same state, then of 50 snapshots."""
+    """Anonymous memory in MiB after each of 50 saves of the same state, then of 50 snapshots and 50 lazy
+    saves, which read the matrices where they are.
+    """
     config = sk.Config(staging_bytes=4 * MIB, io_threads=2, durable=False)
     state = {f"layer{n}": {"w": torch.rand(64, 257).t(), "b": torch.rand(257), "n": n} for n in range(100)}
-    after: dict[str, list[int]] = {"save": [], "snapshot": []}
+    optimizer = torch.optim.SGD([layer["w"] for layer in state.values()])
+    sk.register_optimizer(optimizer)
+    after: dict[str, list[int]] = {"save": [], "snapshot": [], "lazy": []}
     for _ in range(50):
         sk.save(state, directory, overwrite=True, config=config)
         after["save"].append(anonymous_bytes() // MIB)
-    for _ in range(50):
-        sk.save_async(state, directory, overwrite=True, config=config).wait()
-        after["snapshot"].append(anonymous_bytes() // MIB)
+    for capture in ("snapshot", "lazy"):
+        for _ in range(50):
+            sk.save_async(state, directory, capture=capture, overwrite=True, config=config).wait()
+            after[capture].append(anonymous_bytes() // MIB)
     return after
 
 
