@@ -171,8 +171,9 @@ def make_plan(layouts: Sequence[Layout], dialect: Dialect, check_cover: bool) ->
         columns = unpack([layout.columns for layout in layouts])
         shares = plan.assign(columns, dialect, check=check_cover, hosts=[layout.host for layout in layouts])
         tensors = plan.tensors(columns)
+    stored = np.where(columns.tied < 0, columns.num_bytes, 0)  # what is tied is stored with another
     num_bytes = sum(
-        int(np.where(columns.tied < 0, columns.num_bytes, 0)[start:][share].sum())
+        int(stored[start:][share].sum())
         for start, share in zip(columns.starts.tolist(), shares, strict=False)
     )
     same: dict[tuple[str, ...], list[str]] = {}  # most ranks name the same values
