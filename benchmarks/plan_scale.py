@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import pickle
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardkeep import agree, columns, manifest, plan, vanilla
+from shardkeep.bench.machine import hardware
 from shardkeep.nogc import no_gc
 from shardkeep.types import Captured, Index, Item, TensorShard
 
@@ -314,22 +314,8 @@ def measure_index(world: World) -> dict[str, Any]:
     }
 
 
-def hardware() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores_used": 1,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {"torch": torch.__version__, "numpy": np.__version__, "msgspec": msgspec.__version__},
-    }
-
-
 def main() -> None:
-    machine = hardware()
+    machine = hardware(RESULTS, "cpu") | {"cores_used": 1}
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     torch.set_num_threads(1)
     planned = measure_plan(World(tp=8, pp=16, dp=64, layers=50))

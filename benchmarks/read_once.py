@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import sys
@@ -31,6 +29,7 @@ from rich.table import Table
 
 import shardkeep as sk
 from shardkeep import checkpointer
+from shardkeep.bench.machine import hardware
 from shardkeep.loading import Loading
 from shardkeep.restore import template
 from shardkeep.storage import storage_for
@@ -108,6 +107,7 @@ def main() -> None:
     parser.add_argument("--dir", default="/dev/shm")
     parser.add_argument("--name", default="read_once")
     options = parser.parse_args()
+    machine = hardware(Path(options.dir), "cpu")  # before the run adds to the load
     work = Path(tempfile.mkdtemp(prefix="shardkeep-read-once-", dir=options.dir))
     num_bytes = options.mib * MIB
     try:
@@ -122,17 +122,11 @@ def main() -> None:
         found = run_ranks(options.ranks, module, *arguments, timeout_s=300)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    report(options, {name: summary(found, name, num_bytes) for name in links})
+    report(options, machine, {name: summary(found, name, num_bytes) for name in links})
 
 
-def report(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    hardware = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    title = f"{options.mib} MiB on each of {options.ranks} ranks, {hardware['cores']} cores"
+def report(options: argparse.Namespace, machine: dict[str, Any], results: dict[str, Any]) -> None:
+    title = f"{options.mib} MiB on each of {options.ranks} ranks, {machine['cores']} cores"
     table = Table("storage", "read_once", "s (median)", "bytes read / state", "largest rank's", title=title)
     for name, result in results.items():
         for setting in ("off", "on"):
@@ -147,7 +141,7 @@ def report(options: argparse.Namespace, results: dict[str, Any]) -> None:
         table.add_row(name, "off / on", f"{result['off_over_on']:.2f}", end_section=True)
     Console(width=100).print(table)
     RESULTS.mkdir(exist_ok=True)
-    content = {"options": vars(options), "hardware": hardware, "results": results}
+    content = {"options": vars(options), "hardware": machine, "results": results}
     (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

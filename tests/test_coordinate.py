@@ -20,8 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from shardkeep import coordinate
-from shardkeep.coordinate import Coordinator, open_session, session, sharing
+from shardkeep.coordinate import Coordinator, open_session, session
 from shardkeep.errors import InvalidState, SaveFailed, ShardkeepError
+from shardkeep.shared_error import sharing
 from shardkeep.testing.cluster import ClusterPool
 
 HOST = socket.gethostname()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shardkeep import stage
+from shardkeep.memory import resolved
 
 _ALIGN_BYTES = 512
 _LOOSE = 2  # an idle segment this many times too large is left for the save that needs it
@@ -29,8 +30,7 @@ class Segment:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of `tensor` in this segment; asynchronous for device tensors."""
-        if tensor.is_conj() or tensor.is_neg():  # on the device: see `memory.as_bytes`
-            tensor = tensor.resolve_conj().resolve_neg()
+        tensor = resolved(tensor)
         num_bytes = tensor.numel() * tensor.element_size()
         start = self.used_bytes
         self.used_bytes += padded_bytes(tensor)

@@ -19,12 +19,13 @@ import msgspec
 from shardkeep import commit, layout, write
 from shardkeep.agree import Agreement
 from shardkeep.config import Config
-from shardkeep.coordinate import Coordinator, RemoteError, as_shared
+from shardkeep.coordinate import Coordinator
 from shardkeep.errors import Cancelled, SaveFailed, StateChanged
 from shardkeep.freeze import Frozen
 from shardkeep.hold import Hold
 from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
+from shardkeep.shared_error import RemoteError, as_shared
 from shardkeep.types import CaptureMode, Manifest, RankResult, Target
 
 

@@ -27,7 +27,7 @@ from shardkeep.manifest import (
 )
 from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage
-from shardkeep.types import Dialect, Item, Manifest, StoredFile, TensorInfo
+from shardkeep.types import Dialect, Item, Manifest, StoredFile, TensorInfo, stored_bytes
 
 METADATA = ".metadata"
 _COMMON_KEY = "common_state/shard_0_1"  # megatron-core >= 0.19
@@ -63,8 +63,7 @@ class Catalog:
 
     def num_bytes(self) -> int:
         """Payload bytes of all items."""
-        stored = {(i.file, i.offset): i.num_bytes for items in self.items.values() for i in items}
-        return sum(stored.values())  # tied tensors share their bytes
+        return stored_bytes(item for items in self.items.values() for item in items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

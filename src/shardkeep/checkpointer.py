@@ -25,7 +25,7 @@ from shardkeep.begun import Begun
 from shardkeep.capture import capture as take_apart
 from shardkeep.catalog import is_committed as committed
 from shardkeep.config import Config, beside_training, resolve
-from shardkeep.coordinate import Coordinator, open_session, session, sharing
+from shardkeep.coordinate import Coordinator, open_session, session
 from shardkeep.errors import LoadFailed, SaveFailed
 from shardkeep.freeze import Room, freeze, make_room
 from shardkeep.handle import SaveHandle, background
@@ -34,6 +34,7 @@ from shardkeep.loading import Judge, Loading, load_together
 from shardkeep.nogc import no_gc
 from shardkeep.phases import Phases
 from shardkeep.restore import Template, require_equal, template
+from shardkeep.shared_error import sharing
 from shardkeep.storage import storage_for
 from shardkeep.types import Captured, CaptureMode, LoadReport, SaveReport, Target
 

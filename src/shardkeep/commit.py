@@ -23,7 +23,17 @@ from shardkeep.catalog import METADATA, is_committed, judge
 from shardkeep.config import Config
 from shardkeep.errors import AlreadyCommitted
 from shardkeep.storage import Storage
-from shardkeep.types import Dialect, Index, Item, Manifest, RankResult, StoredFile, Target, TensorInfo
+from shardkeep.types import (
+    Dialect,
+    Index,
+    Item,
+    Manifest,
+    RankResult,
+    StoredFile,
+    Target,
+    TensorInfo,
+    stored_bytes,
+)
 from shardkeep.version import __version__
 from shardkeep.write import checksums
 
@@ -247,8 +257,7 @@ def _manifest(target: Target, index: Index, index_data: bytes, world_size: int) 
 
 
 def _totals(items: list[Item], files: dict[str, int]) -> dict[str, int]:
-    stored = {(i.file, i.offset): i.num_bytes for i in items}  # tied tensors share their bytes
-    return {"num_bytes": sum(stored.values()), "num_items": len(items), "num_files": len(files)}
+    return {"num_bytes": stored_bytes(items), "num_items": len(items), "num_files": len(files)}
 
 
 def versions() -> dict[str, str | None]:

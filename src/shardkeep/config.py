@@ -79,10 +79,14 @@ class Config:
 
     @property
     def slot_bytes(self) -> int:
-        """Two slots per thread: one is filled while the other is written. At most 16 MiB each. Before
+        """Size of a slot where the caller waits for the I/O."""
+        return self.slot_of(16 * MIB)
+
+    def slot_of(self, most_bytes: int) -> int:
+        """Two slots per thread: one is filled while the other is written. At most `most_bytes` each. Before
         `resolve`, an automatic ring counts as a large machine's.
         """
-        return min(16 * MIB, (self.staging_bytes or _STAGING_BYTES) // (2 * self.num_threads))
+        return min(most_bytes, (self.staging_bytes or _STAGING_BYTES) // (2 * self.num_threads))
 
 
 def beside_training(config: Config) -> Config:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -38,9 +37,9 @@ from shardkeep.rendezvous import (
     peek,
     route_to,
 )
+from shardkeep.shared_error import RemoteError, as_shared, sharing
 
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 log = logging.getLogger("shardkeep")
 
@@ -84,16 +83,6 @@ class Coordinator(Protocol):
         """This rank is through with the session, well or badly; when all are, its keys go."""
 
 
-class RemoteError(Exception):
-    """Another rank failed; carries the session's shared error. Internal: `session` turns it into that
-    error.
-    """
-
-    def __init__(self, error: ShardkeepError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 @contextmanager
 def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Iterator[Coordinator]:
     """Enter a session with all ranks of the default process group (or alone). Whatever is raised inside on
@@ -104,56 +93,6 @@ def session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> I
     with sharing(coordinator, failure):
         yield coordinator
     coordinator.finish()
-
-
-@contextmanager
-def sharing(coordinator: Coordinator, failure: type[ShardkeepError]) -> Iterator[None]:
-    """Turn an error inside into the session's shared error (see `session`)."""
-    try:
-        yield
-    except RemoteError as e:
-        coordinator.finish()
-        raise _marked(e.error) from None
-    except Exception as e:
-        # No name for it here: the error's traceback has this frame, and the two would keep each other, and
-        # with them the state, until cycles are collected.
-        raise _told(e, coordinator, failure)  # noqa: B904
-    except BaseException as e:  # an interrupt goes on as itself, but the others must not wait for us
-        coordinator.fail(as_shared(e, coordinator, failure))
-        coordinator.finish()
-        _marked(e)
-        raise
-
-
-def _told(error: Exception, coordinator: Coordinator, failure: type[ShardkeepError]) -> ShardkeepError:
-    """What all ranks raise for an error of this one, or of one that was first."""
-    own = as_shared(error, coordinator, failure)
-    shared = coordinator.fail(own)
-    coordinator.finish()
-    shared.__cause__ = error if shared is own and error is not own else None
-    return _marked(shared)
-
-
-def _marked(error: E) -> E:
-    error.__dict__["shardkeep_is_shared"] = True
-    return error
-
-
-def is_shared(error: BaseException) -> bool:
-    """Whether a session has raised this error, so that every rank knows of it."""
-    return "shardkeep_is_shared" in error.__dict__
-
-
-def as_shared(
-    error: BaseException, coordinator: Coordinator, failure: type[ShardkeepError]
-) -> ShardkeepError:
-    """An error as all ranks will raise it."""
-    where = {} if coordinator.world_size == 1 else {"rank": coordinator.rank, "host": socket.gethostname()}
-    if isinstance(error, DeadlineExceeded):
-        return failure(error.what, **{**where, **error.fields})
-    if isinstance(error, ShardkeepError):
-        return type(error)(error.what, **{**where, **error.fields})
-    return failure(f"{type(error).__name__}: {error}", **where)
 
 
 def open_session(purpose: str, deadline_s: float, failure: type[ShardkeepError]) -> Coordinator:

@@ -34,6 +34,7 @@ from shardkeep.coordinate import Coordinator
 from shardkeep.errors import DeadlineExceeded, LoadFailed
 from shardkeep.fetch import (
     Checker,
+    FirstError,
     Placer,
     Readers,
     Ready,
@@ -155,7 +156,7 @@ class _Exchange:
         self._sends: queue.SimpleQueue[tuple[Message, memoryview, _Lent] | None] = queue.SimpleQueue()
         self._slots: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
+        self._first = FirstError()
         self._gone: dict[int, str] = {}
         self._stopped = False
         self._moved_bytes = 0
@@ -189,10 +190,10 @@ class _Exchange:
         moved, since, gone_since = -1, time.monotonic(), 0.0
         while True:
             with self._changed:
-                if self._left and self._error is None:
+                if self._left and self._first.error is None:
                     self._changed.wait(_WATCH_S)
-                if self._error is not None:
-                    raise self.taken()
+                if self._first.error is not None:
+                    raise self._first.taken()
                 if not self._left:
                     return
             self._ranks.check()
@@ -206,12 +207,6 @@ class _Exchange:
                     self._raise_gone()
             elif now - since > (2 * patience_s if self._num_reading else patience_s):
                 self._raise_silent()  # later if our own storage is silent too: others may wait for us
-
-    def taken(self) -> BaseException:
-        """The first error, no longer held here: it and a frame of its traceback would keep each other."""
-        error, self._error = self._error, None
-        assert error is not None
-        return error
 
     def _raise_gone(self) -> None:
         rank, why = next(iter(self._gone.items()))
@@ -242,7 +237,7 @@ class _Exchange:
 
     def forget(self) -> None:
         """After the threads: what later errors and the files hold."""
-        self._error = None
+        self._first.error = None
         self._readers.close()
 
     # -- our threads
@@ -255,7 +250,7 @@ class _Exchange:
             self.gone(e)
         except BaseException as e:
             with self._changed:
-                self._error = self._error or as_load_error(e, self._job.url)
+                self._first.fail(as_load_error(e, self._job.url))
                 self._changed.notify()
 
     def gone(self, error: PeerGone) -> None:

@@ -164,29 +164,36 @@ def fetch(
     return sum(unit.end - unit.start for unit in units)
 
 
-class _Shared:
-    """The queue of units, and the first error."""
+class FirstError:
+    """The first error of several threads; the others follow from it."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = iter(units)
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.stopped = False
-
-    def next(self) -> Unit | None:
-        with self._lock:
-            return None if self.error is not None or self.stopped else next(self._units, None)
-
-    def taken(self) -> BaseException:
-        """The first error, no longer held here: it and a frame of its traceback would keep each other."""
-        error, self.error = self.error, None
-        assert error is not None
-        return error
+        self._lock = threading.Lock()
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
                 self.error = error
+
+    def taken(self) -> BaseException:
+        """The error, no longer held here: it and a frame of its traceback would keep each other."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+
+class _Shared(FirstError):
+    """The queue of units, and the first error."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        super().__init__()
+        self._units = iter(units)
+        self.stopped = False
+
+    def next(self) -> Unit | None:
+        with self._lock:
+            return None if self.error is not None or self.stopped else next(self._units, None)
 
 
 class _Worker:

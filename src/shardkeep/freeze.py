@@ -53,8 +53,7 @@ class Room:
 class Frozen:
     """`shards` is parallel to `headers`, None where this rank does not write. `ready`: event after which
     device tensors and copies of them hold their values; `device`: the one that threads are to use.
-    `by_reference`: tensors are read where the caller has them; `unguarded`: no optimizer's step waits for
-    some of these, so the caller has to.
+    `by_reference`: tensors are read where the caller has them.
     """
 
     dialect: Dialect
@@ -66,8 +65,12 @@ class Frozen:
     ready: torch.cuda.Event | None
     device: int | None
     by_reference: bool
-    unguarded: bool
     room: Room
+
+    @property
+    def unguarded(self) -> bool:
+        """No optimizer's step waits until some tensors are read, so the caller has to."""
+        return self.room.left
 
 
 def make_room(captured: Captured, chosen: Sequence[int], mode: CaptureMode, limit: Free) -> Room:
@@ -125,7 +128,6 @@ def freeze(
         ready=stage.current_event(),
         device=stage.current_device(),
         by_reference=any(isinstance(s, TensorShard) and i not in room.copied for i, s in mine.items()),
-        unguarded=room.left,
         room=room,
     )
 

@@ -22,7 +22,7 @@ from shardkeep.catalog import Catalog
 from shardkeep.config import Config
 from shardkeep.errors import Corrupt, Mismatch, MissingKey, StorageReleased, UnsafePickle
 from shardkeep.fetch import Checker, fetch, read_checked, usable_bytes
-from shardkeep.memory import is_direct
+from shardkeep.memory import is_direct, is_row_major
 from shardkeep.nogc import no_gc
 from shardkeep.ranges import Archive, Flat, Segment, Strided, Unit, granule, scratch_bytes, units_of
 from shardkeep.reshard import Finder, blocks, contiguous_in, copies, show, start_of, strides
@@ -233,9 +233,7 @@ class _Planner:
         dtype = _dtype(self._catalog.tensors[key].dtype)
         itemsize = dtype.itemsize
         tensor, box = target.tensor, target.box
-        same = (
-            tensor.dtype is dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        )
+        same = tensor.dtype is dtype and is_row_major(tensor)
         direct = same and tensor.device.type == "cpu"
         for item, part in copies(key, box, finder, partial=target.clip):
             self.num_bytes += part.numel * itemsize

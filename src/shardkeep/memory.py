@@ -31,15 +31,25 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The row-major content of any tensor as uint8 on its device; a copy where its memory is not that.
+    """The row-major content of any tensor as uint8 on its device; a copy where its memory is not that."""
+    return resolved(tensor).contiguous().view(-1).view(torch.uint8)
 
-    Conjugation and sign are resolved here, on the device: an asynchronous copy to the host does that on the
-    host at once, before the bytes have come (torch 2.11), and what then arrives is stored unconjugated."""
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with conjugation and sign in its memory, on its device; itself if they are.
+
+    Not left to a copy: an asynchronous one to the host resolves them on the host at once, before the bytes
+    have come (torch 2.11), and what then arrives is stored unconjugated."""
     if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous().view(-1).view(torch.uint8)
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory, wherever it is, holds its row-major content."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's own memory is its row-major content."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Whether the tensor's own memory is its row-major content, and the host's."""
+    return tensor.is_cpu and is_row_major(tensor)

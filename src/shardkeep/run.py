@@ -26,12 +26,13 @@ from shardkeep import checkpointer
 from shardkeep import manifest as names
 from shardkeep.begun import Begun
 from shardkeep.config import Config, resolve
-from shardkeep.coordinate import Coordinator, is_shared, open_session, sharing, tell
+from shardkeep.coordinate import Coordinator, open_session, tell
 from shardkeep.errors import InvalidState, NotCommitted, SaveFailed
 from shardkeep.handle import SaveHandle, background
 from shardkeep.loading import Loading, load_together
 from shardkeep.restore import template
 from shardkeep.retention import remove_step, surplus
+from shardkeep.shared_error import is_shared, sharing
 from shardkeep.step import StepManifest, commit_step, read_step
 from shardkeep.storage import TEMPORARY, Storage, storage_for
 from shardkeep.types import CaptureMode, SaveReport, StepReport, Target

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardkeep.config import Config
-from shardkeep.memory import as_bytes, host_bytes, is_direct
+from shardkeep.memory import as_bytes, host_bytes, is_direct, is_row_major
 
 Item = tuple[bytes | torch.Tensor, ...]  # what lies back to back in a file
 
@@ -171,7 +171,7 @@ class Stager:
 
     def _device_blocks(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         """Few calls of torch: each gives the GIL away, and takes it back from a training thread."""
-        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        is_plain = is_row_major(tensor)
         filled: tuple[memoryview, torch.cuda.Event] | None = None
         parts = cut(as_bytes(tensor) if is_plain else tensor, self._slots[0].numel())
         for number, part in enumerate(parts):

@@ -8,6 +8,7 @@ Two layers: what a rank holds (`TensorShard`, `ObjectShard`, `Captured`) and wha
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -175,6 +176,11 @@ class Item:
     length: int
     payload_offset: int
     num_bytes: int
+
+
+def stored_bytes(items: Iterable[Item]) -> int:
+    """Payload bytes of items, once where tied tensors share them."""
+    return sum({(i.file, i.offset): i.num_bytes for i in items}.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

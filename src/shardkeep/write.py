@@ -70,8 +70,7 @@ class Job:
 
 def slot_bytes(config: Config, *, quiet: bool) -> int:
     """Size of a slot of the ring for such a job."""
-    share = config.staging_bytes // (2 * config.num_threads)
-    return min(_QUIET_SLOT_BYTES, share) if quiet else config.slot_bytes
+    return config.slot_of(_QUIET_SLOT_BYTES) if quiet else config.slot_bytes
 
 
 class Stopped(Exception):

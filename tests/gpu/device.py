@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +57,11 @@ def keep_busy(stream: torch.cuda.Stream | None = None) -> None:
     """Put a long kernel on a stream: what is enqueued next runs only after it."""
     with torch.cuda.stream(stream):
         torch.cuda._sleep(BUSY_CYCLES)
+
+
+def save_by(capture: str, state: dict[str, torch.Tensor], path: Path) -> None:
+    """A committed checkpoint, by `save` or by `save_async`."""
+    if capture == "save":
+        sk.save(state, path, config=CONFIG)
+    else:
+        sk.save_async(state, path, capture=capture, config=CONFIG).wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardkeep as sk
-from device import CONFIG, DTYPES, MIB, keep_busy, needs_gpu, random, same_bits
+from device import CONFIG, DTYPES, MIB, keep_busy, needs_gpu, random, same_bits, save_by
 from shardkeep.bench.machine import PeakMemory
 
 pytestmark = needs_gpu
@@ -26,10 +26,7 @@ def read(path: Path, key: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, capture: str) -> None:
     source = random(301, 517, dtype=dtype)
-    if capture == "save":
-        sk.save({"w": source}, tmp_path / "c", config=CONFIG)
-    else:
-        sk.save_async({"w": source}, tmp_path / "c", config=CONFIG).wait()
+    save_by(capture, {"w": source}, tmp_path / "c")
     assert same_bits(read(tmp_path / "c", "w"), source)
     assert sk.verify(tmp_path / "c").ok
 
@@ -104,10 +101,7 @@ def test_kernel_that_still_runs_counts(tmp_path: Path, capture: str) -> None:
     torch.cuda.synchronize()
     keep_busy()
     weight.fill_(7.0)
-    if capture == "save":
-        sk.save({"w": weight}, tmp_path / "c", config=CONFIG)
-    else:
-        sk.save_async({"w": weight}, tmp_path / "c", config=CONFIG).wait()
+    save_by(capture, {"w": weight}, tmp_path / "c")
     assert (read(tmp_path / "c", "w") == 7).all()
 
 
@@ -119,10 +113,7 @@ def test_the_callers_stream_is_the_one_that_counts(tmp_path: Path, capture: str)
     keep_busy(stream)
     with torch.cuda.stream(stream):
         weight.fill_(7.0)
-        if capture == "save":
-            sk.save({"w": weight}, tmp_path / "c", config=CONFIG)
-        else:
-            sk.save_async({"w": weight}, tmp_path / "c", config=CONFIG).wait()
+        save_by(capture, {"w": weight}, tmp_path / "c")
     assert (read(tmp_path / "c", "w") == 7).all()
 
 

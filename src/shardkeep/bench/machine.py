@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 _PERIOD_S = 0.002
-_PACKAGES = ("torch", "megatron-core", "shardkeep", "numpy", "ray")
+_PACKAGES = ("torch", "megatron-core", "shardkeep", "numpy", "msgspec", "ray")
 
 
 def hardware(path: Path, device: str) -> dict[str, Any]:
