@@ -30,6 +30,12 @@ ATTEMPT = "17000000000001234"
 CONFIG = Config(io_threads=3, chunk_bytes=4096, split_bytes=1 << 20, staging_bytes=1 << 18)
 
 
+@pytest.fixture(params=[0, 99], ids=["hash then write", "hash beside the write"], autouse=True)
+def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it with too few cores for threads that hash, and with enough."""
+    monkeypatch.setattr(write, "cores_per_rank", lambda: request.param)
+
+
 def state(num_elements: int = 3 << 19) -> dict[str, Any]:
     """Direct and staged tensors of several dtypes, objects, and tensors with few or no bytes; 12 MiB."""
     torch.manual_seed(1)

@@ -89,6 +89,11 @@ class Config:
         return min(most_bytes, (self.staging_bytes or _STAGING_BYTES) // (2 * self.num_threads))
 
 
+def cores_per_rank() -> int:
+    """Cores that this process may use, shared fairly with the other ranks of its node."""
+    return len(os.sched_getaffinity(0)) // budget.local_ranks()
+
+
 def beside_training(config: Config) -> Config:
     """The configuration of a save that runs in the background: it should cost the training thread little
     rather than end soon. Threads that were asked for stay.

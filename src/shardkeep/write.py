@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
 import xxhash
 
 from shardkeep import stage
-from shardkeep.config import Config
+from shardkeep.config import Config, cores_per_rank
 from shardkeep.errors import Cancelled
 from shardkeep.frame import frame
 from shardkeep.freeze import Frozen
+from shardkeep.hashing import Hasher, HasherBeside
 from shardkeep.memory import host_bytes, is_direct
 from shardkeep.nogc import no_gc
 from shardkeep.storage import Storage, Writer
@@ -66,6 +68,13 @@ class Job:
         if self.quiet:
             return self.slot_bytes
         return _BATCH_BYTES if self.config.num_threads <= _FEW_THREADS else _BATCH_OF_MANY_BYTES
+
+    def hasher(self) -> Hasher:
+        """Of one file. Beside the write if each of this rank's threads has a core for it; never beside
+        training, whose thread would wait for the GIL more often.
+        """
+        beside = not self.quiet and cores_per_rank() >= 2 * self.config.num_threads
+        return (HasherBeside if beside else Hasher)(self.config.chunk_bytes, self.config.checksum)
 
 
 def slot_bytes(config: Config, *, quiet: bool) -> int:
@@ -162,9 +171,9 @@ def _item(file: str, piece: Piece, header: ShardHeader) -> Item:
 
 def checksums(data: bytes, config: Config) -> bytes:
     """The chunk checksums of a small file that is written in one go."""
-    if config.checksum == "none":
-        return b""
-    return b"".join(xxhash.xxh3_128_digest(part) for part in _parts(memoryview(data), config.chunk_bytes))
+    hasher = Hasher(config.chunk_bytes, config.checksum)
+    hasher.update([data])
+    return hasher.checksums()
 
 
 class _Countdown:
@@ -188,15 +197,19 @@ class _Countdown:
 def _write_file(job: Job, file: FileLayout, reading: _Countdown) -> StoredFile:
     writer = job.storage.create(file.name)
     try:
-        sink = _Sink(writer, job.config, job.batch_bytes)
-        with stage.ring(job.config).pair(job.slot_bytes) as slots, stage.Stager(slots, job.ready) as stager:
+        with (
+            stage.ring(job.config).pair(job.slot_bytes) as slots,
+            stage.Stager(slots, job.ready) as stager,
+            closing(job.hasher()) as hasher,
+        ):
+            sink = _Sink(writer, hasher, job.batch_bytes)
             _write_pieces(job, file, stager, sink)
         reading.one()  # before the file is synced, which takes longest on a disk
     except BaseException:
         writer.abort()
         raise
     writer.close(durable=job.config.durable)
-    return StoredFile(size=sink.size, checksums=sink.checksums())
+    return StoredFile(size=sink.size, checksums=hasher.checksums())
 
 
 def payload_digests(job: Job) -> Digests:
@@ -281,17 +294,13 @@ def _parts(view: memoryview, size: int) -> Iterator[memoryview]:
 
 
 class _Sink:
-    """Collects parts and writes them about a batch at a time, hashing each chunk of the file."""
+    """Collects parts and writes them about a batch at a time, hashed on the way."""
 
-    def __init__(self, writer: Writer, config: Config, batch_bytes: int) -> None:
+    def __init__(self, writer: Writer, hasher: Hasher, batch_bytes: int) -> None:
         self.batch_bytes = batch_bytes
-        self._chunk_bytes = config.chunk_bytes
         self.size = 0
         self._writer = writer
-        self._hashing = config.checksum != "none"
-        self._hasher = xxhash.xxh3_128()
-        self._room = config.chunk_bytes  # bytes until the current chunk is full
-        self._digests: list[bytes] = []
+        self._hasher = hasher
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
 
@@ -305,27 +314,8 @@ class _Sink:
             self.flush()
 
     def flush(self) -> None:
-        if self._hashing:
-            for part in self._pending:
-                self._hash(part)
-        self._writer.append(self._pending)
+        with self._hasher.along(self._pending):
+            self._writer.append(self._pending)
         self.size += self._pending_bytes
         self._pending = []
         self._pending_bytes = 0
-
-    def checksums(self) -> bytes:
-        """The digests of all chunks, the last one included; call once, at the end."""
-        if self._hashing and self._room < self._chunk_bytes:
-            self._digests.append(self._hasher.digest())
-        return b"".join(self._digests)
-
-    def _hash(self, part: bytes | memoryview) -> None:
-        while len(part) >= self._room:
-            self._hasher.update(part[: self._room])
-            self._digests.append(self._hasher.digest())
-            part = part[self._room :]
-            self._hasher.reset()
-            self._room = self._chunk_bytes
-        if part:
-            self._hasher.update(part)
-            self._room -= len(part)
